@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.arguments import AsJson, Overrides, console, load_config
+from shardlib.cli.arguments import AsJson, Overrides, console, load_config, warn
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
 
 if TYPE_CHECKING:
+    from shardlib.find import FoundRules
     from shardlib.plan.result import Plans
     from shardlib.run.reports.verify_plans import Verification
 
@@ -57,6 +58,12 @@ Verify = Annotated[
     int,
     typer.Option(metavar="K", min=0, help="Compile the best K ahead of time, and rank them again."),
 ]
+Rules = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto", help="auto: also find rules for the config's model, on its best mesh."
+    ),
+]
 Top = Annotated[int, typer.Option(min=1, help="Number of meshes to rank.")]
 
 
@@ -74,6 +81,7 @@ def plan(
     price: Price = None,
     precision: Precision = None,
     verify: Verify = 0,
+    rules: Rules = None,
     top: Top = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +91,7 @@ def plan(
     and microbatches. Compiles nothing without --verify.
     """
     _check(on, config, model, verify)
+    _check_rules(on, config, rules)
     given = model if config is None else load_config(config, overrides)
     from shardlib.plan import plan as make_plans
 
@@ -94,13 +103,23 @@ def plan(
     verified = None
     if verify:
         verified = _verified(plans, str(config), overrides, length, verify)  # type: ignore[arg-type]
+    found = None
+    if rules:
+        found = _found(plans, str(config), overrides, length)  # type: ignore[arg-type]
     if as_json:
         facts = plans.to_dict()
-        print(json.dumps(facts | ({"verified": verified.to_dict()} if verified else {}), indent=2))
+        facts |= {"verified": verified.to_dict()} if verified else {}
+        facts |= {"found": found.to_dict()} if found else {}
+        print(json.dumps(facts, indent=2))
         return
     print(plans)
     if verified:
         console().print(verified.table())
+    if found:
+        from shardlib.run.plans.finding import beside
+
+        console().print(found.render())
+        print(beside(found, plans))  # type: ignore[arg-type]
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
@@ -126,6 +145,38 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
         )
     # Does not use the devices of this machine.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _check_rules(on: str, config: str | None, rules: str | None) -> None:
+    """Raises `ConfigError` if rules cannot be found."""
+    if rules is None:
+        return
+    if rules != "auto":
+        raise ConfigError(
+            f"--rules {rules} is not known: a plan chooses among presets itself.\n"
+            "  Write --rules auto to find rules, or set rules in the config."
+        )
+    if config is None:
+        raise ConfigError(
+            "--rules auto finds rules for the model of a config, but --model has none.\n"
+            "  Write shardlib plan CONFIG --on CLUSTER --rules auto."
+        )
+    if is_mixed(on):
+        raise ConfigError(
+            f"rules are found for clusters of one kind, but {on} has several.\n"
+            f"  Name one of them: --on {on.split('+')[0]}"
+        )
+    # Does not use the devices of this machine.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _found(
+    plans: "Plans", config: str, overrides: list[str] | None, length: int | None
+) -> "FoundRules":
+    from shardlib.run.plans.finding import rules_for_plan
+
+    given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
+    return rules_for_plan(load_config(config, given), plans, warn)
 
 
 def _verified(

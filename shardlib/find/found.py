@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
+from shardlib.config import to_dict
+from shardlib.explain.report.html_page import document
 from shardlib.find.classes import Classes
 from shardlib.find.problem import Part, Solution
 from shardlib.find.traffic import Traffic
 from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
-from shardlib.rules import AxisRules
+from shardlib.rules import AxisRules, RulesConfig
 from shardlib.tables import Report, Table
 
 
@@ -62,6 +65,46 @@ class FoundRules(Report):
     def seconds(self) -> float:
         """Seconds of a step by the integer program, without the cost of rules."""
         return self.solution.seconds - self.solution.seconds_by_part["rules"]
+
+    def html(self) -> str:
+        """Returns the report as one HTML page that works offline."""
+        title, *parts = self.parts()
+        shown = [f"<h1>{html.escape(title)}</h1>"]
+        for part in parts:
+            is_text = isinstance(part, str)
+            shown.append(f"<p>{html.escape(part)}</p>" if is_text else part.html())
+        return document(title, shown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data for JSON.
+
+        - `cluster`, `mesh` (as text), `seconds` (of a step, by the integer program),
+          `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`, `memory_bytes` (of
+          state and saved activations) and `capacity_bytes`.
+        - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
+          model names its activations itself.
+        - `prices`: `name`, `seconds` and `memory_bytes` by the cost model of traced programs; these
+          rules come first.
+        - `traffic`: `collective`, `axes` and the `bytes` that a device sends in a step.
+        """
+        solution, names = self.solution, self.rules.names
+        return {
+            "cluster": self.cluster,
+            "mesh": self.mesh_text,
+            "seconds": self.seconds,
+            "bound_seconds": solution.bound_seconds,
+            "gap": solution.gap,
+            "seconds_by_part": dict(solution.seconds_by_part),
+            "memory_bytes": solution.memory_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "rules": to_dict(RulesConfig.of(self.rules)),
+            "fingerprint": names and names.fingerprint,
+            "prices": [dataclasses.asdict(price) for price in self.prices],
+            "traffic": [
+                {"collective": kind, "axes": list(axes), "bytes": sent}
+                for (kind, axes), sent in self.traffic.items()
+            ],
+        }
 
     def parts(self) -> Iterator[Any]:
         """Yields the lines and tables of the report."""

@@ -1,5 +1,7 @@
 """The rules that an engineer would write are found for models that name no axes."""
 
+import json
+
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from shardlib.errors import (
     ModelError,
     RuleError,
 )
+from shardlib.rules import from_yaml
 
 ADAM = optax.adamw(1e-3)
 
@@ -174,9 +177,13 @@ def test_given_rules_stay():
 
 
 def test_the_report_names_rules_costs_and_memory():
-    text = str(find(large))
-    for part in ("rules found for fsdp=4,tensor=2 on 8xh100", "of products", "not cut:", "fsdp=8"):
-        assert part in text
+    found = find(large)
+    for text in (str(found), found.html()):
+        for part in ("rules found for fsdp=4,tensor=2 on 8xh100", "of products", "not cut:"):
+            assert part in text
+    facts = json.loads(json.dumps(found.to_dict()))
+    assert from_yaml(json.dumps(facts["rules"])) == found.rules
+    assert facts["prices"][0]["seconds"] == found.prices[0].seconds
 
 
 class Net(linen.Module):

@@ -1,6 +1,7 @@
 """`rules: auto`: rules are found once, written into the run, and kept when it resumes."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from test_own_components import VectorData
 
 import shardlib as sl
 from shardlib import run
-from shardlib.config import configclass, load
+from shardlib.cli import main
+from shardlib.config import configclass, from_dict, load
 from shardlib.errors import ConfigError, DoesNotFitError, RuleError
 from shardlib.hardware import parse_cluster
 from shardlib.registry import ModelFamily
@@ -121,6 +123,29 @@ def test_wrong_configs(config):
         resolve(config("finetune.targets=['**/up']"), H100)
     with pytest.raises(RuleError, match=r"no rule names the mesh axis 'tensor'.*\n.*rules=auto"):
         run.explain(config("model.width=16"), "8xh100")
+
+
+@pytest.mark.mesh
+def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
+    config()
+    words = ["plan", str(tmp_path / "run.yaml"), "--on", "8xh100", "data.size=2048"]
+
+    def shows(*more):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--rules", *more])
+        return ended.value.code
+
+    assert shows("auto", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    found, best = facts["found"], facts["plans"][0]
+    assert found["prices"][0]["seconds"] <= 1.02 * best["seconds"]
+    assert from_dict(RulesConfig, found["rules"], "found").build().names.fingerprint
+    assert found["gap"] <= 1e-3
+    assert shows("auto") == 0
+    out = capsys.readouterr().out
+    assert f"Train under found rules: mesh={found['mesh']} rules=auto" in out.replace("\n", "")
+    assert shows("standard") == 2
+    assert "Write --rules auto to find rules" in capsys.readouterr().err
 
 
 @pytest.mark.mesh

@@ -1,6 +1,7 @@
 """The HTML page of a report: the tables of the terminal, with charts."""
 
 import html
+from collections.abc import Iterable
 
 from shardlib.explain.analysis.matrix import communication_matrix
 from shardlib.explain.report import html_charts as charts
@@ -54,9 +55,14 @@ def page(report: StepFacts) -> str:
         _matrix(report),
         _pieces(report),
     ]
+    return document(report.title(), parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Returns one HTML page that works offline, from the HTML of its parts."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(report.title())}</title><style>{_STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 

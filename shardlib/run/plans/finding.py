@@ -15,6 +15,7 @@ from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig
 from shardlib.optim.build import build_optimizer
+from shardlib.plan.result import Plans
 from shardlib.registry import family
 from shardlib.rules import AxisRules, RulesConfig
 from shardlib.run.checks import check_fit
@@ -112,6 +113,32 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
             if config.train.microbatches != AUTO or rows % (2 * parts * cluster.num_devices):
                 raise
     raise AssertionError("the last number of microbatches returns or raises")
+
+
+def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
+    """Returns the rules for a planned run, on the best mesh of the cluster of its plans.
+
+    Args:
+        config: The run, with the length that the plans have.
+        plans: Its plans, which say the cluster and the batch.
+        notify: Called before the search.
+
+    Raises:
+        ShardlibError: The errors of `find_for_run`.
+    """
+    train = dataclasses.replace(config.train, global_batch=plans.workload.batch)
+    config = dataclasses.replace(config, train=train, mesh=AUTO, rules=AUTO)
+    return find_for_run(config, plans.cluster, notify)
+
+
+def beside(found: FoundRules, plans: Plans) -> str:
+    """Returns a line that compares found rules with the best plan."""
+    price, best = found.prices[0], plans.best
+    return (
+        f"found rules on {found.mesh_text}: {duration(price.seconds)} a step; the first plan, "
+        f"{best.layout}: {duration(best.seconds)}. Train under found rules: "
+        f"mesh={found.mesh_text} rules=auto"
+    )
 
 
 def _microbatches(config: RunConfig) -> Iterator[int]:
