@@ -1,7 +1,8 @@
-"""Rules found for models that name no axes.
+"""Rules found for models.
 
 `axes` discovers the logical axes of a traced loss, `classes` collapses what repeats, `problem`
-chooses the layout of every tensor by an integer program, `names` writes it down as a table of
+chooses the layout of every tensor by an integer program, with one rule for each name that a model
+gives (`named_choices`), `names` writes it down as a table of
 rules, and `planned` reads that table again for the partitioner.
 """
 

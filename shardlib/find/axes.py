@@ -9,9 +9,10 @@ Source of the method: Xu et al. 2021, "GSPMD", section 3.5, for the connections;
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardlib.cost.traced.fusion import fusion
+from shardlib.cost.traced.products import PRODUCTS
+from shardlib.cost.traced.rules import PARAMS_TABLE, logical_axes_of
 from shardlib.jaxprs import (
     REMAT,
     Atom,
@@ -34,6 +37,9 @@ from shardlib.jaxprs import (
 from shardlib.partitioner.factors import ELEMENTWISE, Dim, Factors, factors_of
 
 Kind = Literal["param", "input", "activation", "constant"]
+Names = tuple[str | None, ...]
+MOVE, SLICE = "move", "slice"
+"""Names of the uses that move a tensor to another layout, or take a layer of a stack."""
 
 
 class ConnectedDims:
@@ -72,6 +78,13 @@ class Tensor:
     aval: ShapedArray
     nodes: tuple[int, ...]
     kind: Kind
+    times: float = 1.0
+    """How often it is made."""
+    names: Names = ()
+    """The rules that place its dims, by the model: `embed` of activations, or of parameters behind
+    `PARAMS_TABLE`. Empty if the model does not place it."""
+    read_as: Names = ()
+    """The rules by which operations read a parameter."""
 
     @property
     def differentiated(self) -> bool:
@@ -97,10 +110,18 @@ class TracedAxes:
     Args:
         closed: The program of the loss.
         kinds: Whether each argument is a parameter or an input.
+        names: The rules that place each argument, as in `Tensor.names`, of the first ones.
         fenced: Whether to keep recomputations apart, as in a program that has a backward pass.
     """
 
-    def __init__(self, closed: ClosedJaxpr, kinds: Sequence[Kind], *, fenced: bool = False):
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        kinds: Sequence[Kind],
+        names: Sequence[Names] = (),
+        *,
+        fenced: bool = False,
+    ):
         self.fenced = fenced
         self.dims = ConnectedDims()
         self.at: dict[Value, Tensor] = {}
@@ -110,26 +131,45 @@ class TracedAxes:
         """Times that a tensor is read or written in memory besides the operands of products."""
         self.readers: dict[Tensor, int] = collections.defaultdict(int)
         """Operations that read a tensor."""
+        self.saved: dict[Tensor, None] = {}
+        """Activations that the backward pass reads again, in order."""
         self.layers: list[int] = []
         """The dims of stacked tensors of which a loop takes one layer in each trip."""
         self.recomputes = _recomputes(closed.jaxpr)
         """Whether the backward pass computes layers again."""
+        self._times = 1.0
+        """How often the operations at hand run."""
         self.inputs = [
-            self._tensor(array_of(var), kind)
-            for var, kind in zip(closed.jaxpr.invars, kinds, strict=True)
+            self._tensor(array_of(var), kind, of)
+            for var, kind, of in zip(
+                closed.jaxpr.invars,
+                kinds,
+                (*names, *((),) * (len(kinds) - len(names))),
+                strict=True,
+            )
         ]
         constants = [self._tensor(array_of(var), "constant") for var in closed.jaxpr.constvars]
-        self._run(closed.jaxpr, [*constants, *self.inputs], 1.0)
+        self._run(closed.jaxpr, [*constants, *self.inputs])
 
     def axes(self, tensor: Tensor) -> tuple[int, ...]:
         """Returns the root node of each dim."""
         return tuple(map(self.dims.root, tensor.nodes))
 
-    def _tensor(self, aval: ShapedArray, kind: Kind) -> Tensor:
+    def _tensor(
+        self, aval: ShapedArray, kind: Kind, names: Names = (), read_as: Names = ()
+    ) -> Tensor:
         shape = getattr(aval, "shape", ())
-        return Tensor(aval, tuple(map(self.dims.new, shape)), kind)
+        nodes = tuple(map(self.dims.new, shape))
+        return Tensor(aval, nodes, kind, self._times, names, read_as)
 
-    def _run(self, jaxpr: Jaxpr, inputs: Sequence[Tensor], times: float) -> list[Tensor]:
+    @contextlib.contextmanager
+    def _repeated(self, trips: int) -> Iterator[None]:
+        """Counts what happens within as often as a loop has trips."""
+        before, self._times = self._times, self._times * trips
+        yield
+        self._times = before
+
+    def _run(self, jaxpr: Jaxpr, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Walks a program; returns its results."""
         # As the partitioner calls it, so that both see the same objects.
         flat = flatten(jaxpr, fenced=True) if self.fenced else flatten(jaxpr)
@@ -144,44 +184,95 @@ class TracedAxes:
 
         for operation in flat.operations:
             operands = [read(atom) for atom in operation.invars]
-            loop = _LOOPS.get(operation.name)
-            if loop is not None:
-                results = loop(self, operation, operands, times)
-            else:
-                results = self._operation(operation, operands, times)
-            at.update(zip(operation.outvars, results, strict=True))
+            walk = _WALKS.get(operation.name, TracedAxes._operation)
+            at.update(zip(operation.outvars, walk(self, operation, operands), strict=True))
         if not self.fenced:
-            self._count_passes(flat, at, times)
+            self._count_passes(flat, at)
         self.at.update((atom, tensor) for atom, tensor in at.items() if isinstance(atom, Value))
         return [read(atom) for atom in flat.outvars]
 
-    def _operation(
-        self, operation: Operation, operands: Sequence[Tensor], times: float
-    ) -> list[Tensor]:
+    def _operation(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
+        if operation.name in ELEMENTWISE:
+            return self._elementwise(operation, operands)
         kind = _kind(operands)
         results = [self._tensor(var.aval, kind) for var in operation.outvars]
-        factors = _passing(operation) or factors_of(operation) or _whole(operation)
+        factors = factors_of(operation) or _whole(operation)
         self._connect(factors, (*operands, *results))
-        if operation.name in ELEMENTWISE:
-            # Tensors of one shape and one set of axes are one class, so that nothing moves. A
-            # parameter that becomes an activation is the exception: it may be stored otherwise.
-            stored = [
-                t for t in operands if t.kind == "param" and t.aval.shape == results[0].aval.shape
-            ]
-            if kind == "param" or not stored or not results[0].nodes:
-                return results
-            every = tuple(range(len(results[0].nodes)))
-            for tensor in stored:
-                same = Factors((every,), (every,), tuple(results[0].aval.shape))
-                self._use(TracedUse("use", same, (tensor,), (results[0],), times))
-            return results
-        self._use(TracedUse(operation.name, factors, tuple(operands), tuple(results), times))
+        self._use(operation.name, factors, tuple(operands), tuple(results))
+        if operation.name in PRODUCTS:
+            self._save(operands)
         return results
 
-    def _use(self, use: TracedUse) -> None:
-        if any(t.kind != "constant" and t.nodes for t in use.operands):
-            self.uses.append(use)
-            for tensor in use.operands:
+    def _elementwise(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Returns results that lie as the first operand that the model places, or that is free.
+
+        Tensors of one shape, one set of axes and the same names are one class, so that nothing
+        moves. Operands of another class move, as does a parameter that becomes an activation: it
+        may be stored otherwise.
+        """
+        kind, shape = _kind(operands), operation.outvars[0].aval.shape
+        alike = [t for t in operands if t.aval.shape == shape and t.kind != "constant"]
+        leading = [t for t in alike if (t.kind == "param") == (kind == "param")]
+        names = next((t.names for t in leading if t.names), ())
+        read_as = next((t.read_as for t in leading if t.read_as), ())
+        results = [self._tensor(var.aval, kind, names, read_as) for var in operation.outvars]
+        self._connect(factors_of(operation) or _whole(operation), (*operands, *results))
+        if operation.name in _SAVES_RESULTS:
+            self._save(results)
+        elif operation.name in _SAVES_OPERANDS and sum(t.kind != "constant" for t in operands) > 1:
+            self._save(operands)
+        if kind != "param":
+            for tensor in dict.fromkeys(alike):
+                if tensor.kind == "param" or tensor.names != names:
+                    self._lay(tensor, results[0])
+        return results
+
+    def _save(self, tensors: Sequence[Tensor]) -> None:
+        """Notes the activations that a derivative reads."""
+        self.saved.update((t, None) for t in tensors if t.kind == "activation" and t.differentiated)
+
+    def _constraint(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensor as the model places it by name."""
+        tensor, sharding = operands[0], operation.params["sharding"]
+        names, table = logical_axes_of(operation)
+        axes = getattr(getattr(sharding, "mesh", None), "axis_names", ())
+        is_named = names is not None and any(axis.startswith(PARAMS_TABLE) for axis in axes)
+        if not is_named or tensor.kind == "constant":
+            return [tensor]
+        assert names is not None
+        of_params = table == "params"
+        if tensor.kind == "param" and not of_params:
+            return [dataclasses.replace(tensor, read_as=names)]
+        if of_params:
+            names = params_table(names)
+        placed = dataclasses.replace(tensor, names=names)
+        if tensor.kind == "param":
+            return [tensor if tensor.names else placed]
+        self._lay(tensor, placed)
+        return [placed]
+
+    def _lay(self, tensor: Tensor, placed: Tensor) -> None:
+        """Adds the move of a tensor to another of its shape."""
+        if placed.nodes:
+            every = tuple(range(len(placed.nodes)))
+            same = Factors((every,), (every,), tuple(placed.aval.shape))
+            self._use(MOVE, same, (tensor,), (placed,))
+
+    def _passing(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the operands, which are the results."""
+        del operation
+        return list(operands)
+
+    def _use(
+        self,
+        name: str,
+        factors: Factors,
+        operands: tuple[Tensor, ...],
+        results: tuple[Tensor, ...],
+    ) -> None:
+        if any(t.kind != "constant" and t.nodes for t in operands):
+            self.uses.append(TracedUse(name, factors, operands, results, self._times))
+            for tensor in operands:
                 self.readers[tensor] += 1
 
     def _connect(self, factors: Factors, tensors: Sequence[Tensor]) -> None:
@@ -195,34 +286,37 @@ class TracedAxes:
         for one, other in zip(first.nodes, second.nodes, strict=True):
             self.dims.connect(one, other)
 
-    def _count_passes(self, flat: FlatProgram, at: dict[Atom, Tensor], times: float) -> None:
+    def _count_passes(self, flat: FlatProgram, at: dict[Atom, Tensor]) -> None:
         """Counts the tensors that a compiler reads and writes apart from products and loops."""
         for group in fusion(flat):
             if not group.own:
                 for value in (*group.reads, *group.writes):
                     if value in at:
-                        self.passes[at[value]] += times
+                        self.passes[at[value]] += self._times
 
-    def _scan(self, operation: Operation, operands: Sequence[Tensor], times: float) -> list[Tensor]:
+    def _scan(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
         body, length = operation.params["jaxpr"], operation.params["length"]
         num_consts, num_carry = scan_parts(operation)
         kept = num_consts + num_carry
-        rows = []
-        for tensor, var in zip(operands[kept:], body.jaxpr.invars[kept:], strict=True):
-            row = self._tensor(array_of(var), tensor.kind)
-            self.dims.connect(operands[kept].nodes[0], tensor.nodes[0])
-            self.layers.append(tensor.nodes[0])
-            self._slice(tensor, row, times * length)
-            rows.append(row)
         start = list(operands[:kept])
         for number in range(num_consts, kept):
             # A carry that begins as a constant becomes an activation.
             if start[number].kind != "activation":
-                carried = self._tensor(operands[number].aval, "activation")
-                self._same(operands[number], carried)
+                tensor = operands[number]
+                carried = self._tensor(tensor.aval, "activation", tensor.names)
+                self._same(tensor, carried)
                 start[number] = carried
-        constants = [self._tensor(array_of(v), "constant") for v in body.jaxpr.constvars]
-        results = self._run(body.jaxpr, [*constants, *start, *rows], times * length)
+        rows = []
+        with self._repeated(length):
+            for tensor, var in zip(operands[kept:], body.jaxpr.invars[kept:], strict=True):
+                named = tensor.names[1:], tensor.read_as[1:]
+                row = self._tensor(array_of(var), tensor.kind, *named)
+                self.dims.connect(operands[kept].nodes[0], tensor.nodes[0])
+                self.layers.append(tensor.nodes[0])
+                self._slice(tensor, row)
+                rows.append(row)
+            constants = [self._tensor(array_of(v), "constant") for v in body.jaxpr.constvars]
+            results = self._run(body.jaxpr, [*constants, *start, *rows])
         for before, after in zip(start[num_consts:], results[:num_carry], strict=True):
             self._same(before, after)
         stacked = []
@@ -233,43 +327,39 @@ class TracedAxes:
             stacked.append(whole)
         return [*results[:num_carry], *stacked]
 
-    def _slice(self, stacked: Tensor, row: Tensor, times: float) -> None:
+    def _slice(self, stacked: Tensor, row: Tensor) -> None:
         """Connects the layers of a stacked tensor with one of them."""
         dims = tuple(range(len(row.nodes)))
         operand: tuple[Dim, ...] = (None, *dims)
         factors = Factors((operand,), (dims,), tuple(row.aval.shape))
         self._connect(factors, (stacked, row))
-        self._use(TracedUse("slice", factors, (stacked,), (row,), times))
+        self._use(SLICE, factors, (stacked,), (row,))
 
-    def _while(
-        self, operation: Operation, operands: Sequence[Tensor], times: float
-    ) -> list[Tensor]:
+    def _while(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
         """One trip stands for all, whose number is not known."""
         skipped = operation.params["cond_nconsts"]
         kept = skipped + operation.params["body_nconsts"]
         body = operation.params["body_jaxpr"].jaxpr
         constants = [self._tensor(array_of(v), "constant") for v in body.constvars]
-        results = self._run(body, [*constants, *operands[skipped:]], times)
+        results = self._run(body, [*constants, *operands[skipped:]])
         for before, after in zip(operands[kept:], results, strict=True):
             self._same(before, after)
         return results
 
-    def _cond(self, operation: Operation, operands: Sequence[Tensor], times: float) -> list[Tensor]:
+    def _cond(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
         """All branches are counted."""
         branches = []
         for branch in operation.params["branches"]:
             constants = [self._tensor(array_of(v), "constant") for v in branch.jaxpr.constvars]
-            branches.append(self._run(branch.jaxpr, [*constants, *operands[1:]], times))
+            branches.append(self._run(branch.jaxpr, [*constants, *operands[1:]]))
         for other in branches[1:]:
             for first, second in zip(branches[0], other, strict=True):
                 self._same(first, second)
         return branches[0]
 
-    def _again(
-        self, operation: Operation, operands: Sequence[Tensor], times: float
-    ) -> list[Tensor]:
+    def _again(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
         """A recomputation in the backward pass."""
-        return self._run(operation.params["jaxpr"], operands, times)
+        return self._run(operation.params["jaxpr"], operands)
 
 
 def _recomputes(jaxpr: Jaxpr) -> bool:
@@ -279,13 +369,20 @@ def _recomputes(jaxpr: Jaxpr) -> bool:
     )
 
 
-_LOOPS = {
+_WALKS = {
     "scan": TracedAxes._scan,
     "while": TracedAxes._while,
     "cond": TracedAxes._cond,
     **dict.fromkeys(REMAT, TracedAxes._again),
+    "sharding_constraint": TracedAxes._constraint,
+    **dict.fromkeys(("optimization_barrier", "device_put"), TracedAxes._passing),
 }
-_PASSING = frozenset(("optimization_barrier", "device_put", "sharding_constraint"))
+
+
+_SAVES_OPERANDS = frozenset(("mul", "div"))
+"""Elementwise operations whose derivative reads their operands, if these are not constant."""
+_SAVES_RESULTS = frozenset(("exp", "tanh", "logistic", "sqrt", "rsqrt"))
+"""Elementwise operations whose derivative reads their result."""
 
 
 def _kind(operands: Sequence[Tensor]) -> Kind:
@@ -297,14 +394,9 @@ def _kind(operands: Sequence[Tensor]) -> Kind:
     return "param" if "param" in kinds else "constant"
 
 
-def _passing(operation: Operation) -> Factors | None:
-    """Returns the factors of operations whose results are their operands."""
-    if operation.name not in _PASSING:
-        return None
-    shapes = [var.aval.shape for var in operation.invars]
-    counted = iter(range(sum(map(len, shapes))))
-    dims = tuple(tuple(next(counted) for _ in shape) for shape in shapes)
-    return Factors(dims, dims, tuple(n for shape in shapes for n in shape))
+def params_table(names: Names) -> Names:
+    """Returns names that the rules for parameters place."""
+    return tuple(name and PARAMS_TABLE + name for name in names)
 
 
 def _whole(operation: Operation) -> Factors:

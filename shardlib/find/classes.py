@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from shardlib.cost.traced.products import PRODUCTS
-from shardlib.find.axes import Kind, Tensor, TracedAxes, TracedUse
+from shardlib.find.axes import MOVE, SLICE, Kind, Names, Tensor, TracedAxes, TracedUse
 from shardlib.partitioner.factors import Factors
 from shardlib.partitioner.layout import num_bytes
 
@@ -26,7 +26,7 @@ class Touch:
     """A dim of an argument."""
 
     pattern: str
-    """The path of the argument with `*` in place of numbers."""
+    """The path of the argument, for a parameter with `*` in place of numbers."""
     dim: int
     shape: tuple[int, ...]
 
@@ -50,6 +50,8 @@ class TensorClass:
     kind: Kind
     axes: tuple[int, ...]
     shape: tuple[int, ...]
+    names: Names
+    """The rules that place them, as in `Tensor.names`."""
     width: int
     """Bytes of an element."""
     copies: int = 0
@@ -68,6 +70,11 @@ class TensorClass:
         """Bytes of one whole tensor."""
         return self.elements * self.width
 
+    @property
+    def weight(self) -> float:
+        """Bytes that its layout matters for."""
+        return self.pass_bytes + self.saved_bytes + self.copies * self.bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
@@ -80,7 +87,10 @@ class Edge:
     bytes: int
     differentiated: bool
     share: float
-    """Part of a move that this reader pays for: readers that want the same layout share it."""
+    """Moves for each run of the operation: fewer where the tensor is made outside of the loop, and
+    where several readers share one that they all want."""
+    read_as: Names = ()
+    """The rules by which a parameter is read, as in `Tensor.read_as`."""
 
 
 @dataclasses.dataclass
@@ -90,8 +100,13 @@ class OperationClass:
     name: str
     factors: Factors
     operands: tuple[Edge, ...]
-    result: Edge
+    results: tuple[Edge, ...]
     times: float = 0.0
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """All operands and results."""
+        return *self.operands, *self.results
 
     @property
     def multiplies(self) -> bool:
@@ -110,11 +125,11 @@ class Classes:
         self._traced = traced
         self._numbers = self._axis_numbers(paths)
         self.ids = {
-            pattern_of(path)
+            path
             for tensor, path in zip(traced.inputs, paths, strict=True)
             if tensor.kind == "input" and jnp.issubdtype(tensor.aval.dtype, jnp.integer)
         }
-        """The patterns of inputs that hold whole numbers, such as tokens."""
+        """The paths of inputs that hold whole numbers, such as tokens."""
         self.tensors: list[TensorClass] = []
         self._tensor_numbers: dict[tuple, int] = {}
         self.arguments = [self.number(tensor) for tensor in traced.inputs]
@@ -124,6 +139,8 @@ class Classes:
         for tensor, times in traced.passes.items():
             if tensor.kind == "activation":
                 self.tensors[self.number(tensor)].pass_bytes += times * num_bytes(tensor.aval)
+        for tensor in traced.saved:
+            self.tensors[self.number(tensor)].saved_bytes += tensor.times * num_bytes(tensor.aval)
         self.operations = self._operation_classes()
         self.recomputes = traced.recomputes
 
@@ -131,11 +148,11 @@ class Classes:
         """Returns the number of a tensor's class."""
         axes = tuple(self._numbers[root] for root in self._traced.axes(tensor))
         kind: Kind = "param" if tensor.kind == "param" else "activation"
-        key = kind, axes, tensor.aval.shape
+        key = kind, axes, tensor.aval.shape, tensor.names
         if key not in self._tensor_numbers:
             self._tensor_numbers[key] = len(self.tensors)
             width = num_bytes(tensor.aval) // max(math.prod(tensor.aval.shape), 1)
-            self.tensors.append(TensorClass(kind, axes, tensor.aval.shape, width))
+            self.tensors.append(TensorClass(*key, width))
         return self._tensor_numbers[key]
 
     def _axis_numbers(self, paths: Sequence[str]) -> dict[int, int]:
@@ -144,7 +161,8 @@ class Classes:
         touches: dict[int, set[Touch]] = collections.defaultdict(set)
         for tensor, path in zip(traced.inputs, paths, strict=True):
             for dim, node in enumerate(tensor.nodes):
-                touches[root(node)].add(Touch(pattern_of(path), dim, tensor.aval.shape))
+                pattern = path if tensor.kind == "input" else pattern_of(path)
+                touches[root(node)].add(Touch(pattern, dim, tensor.aval.shape))
         around = _surroundings(traced)
         roots = sorted({*touches, *around})
         order = {
@@ -175,31 +193,37 @@ class Classes:
         classes: dict[tuple, OperationClass] = {}
         for use in self._traced.uses:
             operands = tuple(
-                self._edge(tensor, dims)
+                self._edge(tensor, dims, self._share(tensor, use))
                 for tensor, dims in zip(use.operands, use.factors.operands, strict=True)
                 if tensor.kind != "constant" and tensor.nodes
             )
-            result = self._edge(use.results[0], use.factors.results[0])
+            results = tuple(
+                self._edge(tensor, dims, 1.0)
+                for tensor, dims in zip(use.results, use.factors.results, strict=True)
+            )
+            if use.name == MOVE and operands[0].tensor == results[0].tensor:
+                continue
             factors = use.factors
-            key = use.name, operands, result, factors.sizes, factors.flops, tuple(factors.reduced)
-            found = classes.setdefault(key, OperationClass(use.name, factors, operands, result))
+            summed = tuple(factors.reduced)
+            key = use.name, operands, results, factors.sizes, factors.flops, summed
+            found = classes.setdefault(key, OperationClass(use.name, factors, operands, results))
             found.times += use.times
-            self._count_saved(use)
         return list(classes.values())
 
-    def _count_saved(self, use: TracedUse) -> None:
-        """Counts the operands of a product, which the gradient of the other operand reads."""
-        if use.name not in PRODUCTS:
-            return
-        for tensor in use.operands:
-            if tensor.kind == "activation":
-                part = use.times / max(self._traced.readers[tensor], 1)
-                self.tensors[self.number(tensor)].saved_bytes += part * num_bytes(tensor.aval)
+    def _share(self, tensor: Tensor, use: TracedUse) -> float:
+        # A loop takes another layer in each trip.
+        made = 1.0 if use.name == SLICE else min(tensor.times / use.times, 1.0)
+        return made / max(self._traced.readers[tensor], 1)
 
-    def _edge(self, tensor: Tensor, dims: tuple[int | None, ...]) -> Edge:
-        share = 1 / max(self._traced.readers[tensor], 1)
-        size = num_bytes(tensor.aval)
-        return Edge(self.number(tensor), dims, size, tensor.differentiated, share)
+    def _edge(self, tensor: Tensor, dims: tuple[int | None, ...], share: float) -> Edge:
+        return Edge(
+            self.number(tensor),
+            dims,
+            num_bytes(tensor.aval),
+            tensor.differentiated,
+            share,
+            tensor.read_as,
+        )
 
 
 def pattern_of(path: str) -> str:

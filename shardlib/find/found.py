@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from shardlib.config import to_dict
 from shardlib.explain.report.html_page import document
 from shardlib.find.classes import Classes
-from shardlib.find.problem import Part, Solution
+from shardlib.find.problem import Solution
+from shardlib.find.program import Part
 from shardlib.find.traffic import Traffic
 from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
@@ -125,7 +126,8 @@ class FoundRules(Report):
         notes = [f"not cut: {', '.join(whole)}"] if (whole := self._whole()) else []
         yield Table("rules", columns, list(self._rule_rows()), notes)
         rows = [(pattern, ", ".join(map(str, axes))) for pattern, axes in self.rules.paths]
-        yield Table("axes of parameters", ("path", "logical axes"), rows)
+        if rows:
+            yield Table("axes of parameters", ("path", "logical axes"), rows)
         rows = [(p.name, duration(p.seconds), size(p.memory_bytes)) for p in self.prices]
         notes = [f"{best.name} is quicker"] if (best := self._quickest()) != self.prices[0] else []
         yield Table("a step by the cost model", ("rules", "step>", "memory>"), rows, notes)

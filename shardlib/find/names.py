@@ -4,18 +4,22 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from shardlib.cost.traced.rules import PARAMS_TABLE
 from shardlib.find.classes import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.planned import VARIANT
 from shardlib.find.problem import Solution
 from shardlib.find.trace import INPUT
 from shardlib.functional import AxesByPath
+from shardlib.partitioner.factors import dims_of
 from shardlib.paths import matches
 from shardlib.rules import ActivationNames, AxisRules
+from shardlib.rules.resolve import ANY
 
 BATCH = "batch"
 """The rows of all leaves of a batch, whether or not operations connect them."""
+_Names = tuple[str | None, ...]
 _MAX_WORDS = 3
 """Parameters that a name lists."""
 _MANY = 4
@@ -29,7 +33,7 @@ class NamedAxes:
     """The names of the axes of each tensor class, and the rules for them."""
 
     rules: AxisRules
-    by_class: Mapping[int, tuple[str | None, ...]]
+    by_class: Mapping[int, _Names]
 
 
 def named_rules(
@@ -37,8 +41,9 @@ def named_rules(
 ) -> NamedAxes:
     """Returns the layouts of a solution as rules.
 
-    An axis has one name. If two tensor classes cut it differently, the one with fewer bytes has
-    another name for it, as the residual stream of a transformer has under sequence parallelism.
+    Names by which the model places tensors have the chosen rules. Elsewhere an axis has one name.
+    If two tensor classes cut it differently, the one with fewer bytes has another name for it, as
+    the residual stream of a transformer has under sequence parallelism.
 
     Args:
         classes: The classes of the program.
@@ -47,42 +52,89 @@ def named_rules(
         given: The logical axes that the model names, by path.
     """
     names = axis_names(classes, paths, given)
-    tables: dict[str, dict[str, tuple[str, ...]]] = {"param": {}, "activation": {}}
-    by_class = {}
-    for number in sorted(solution.layouts, key=lambda n: -_weight(classes, n)):
+    tables = _chosen(solution)
+    is_named = bool(solution.rules)
+    by_class: dict[int, _Names] = {}
+    for number in sorted(solution.layouts, key=lambda n: -classes.tensors[n].weight):
         tensor = classes.tensors[number]
+        if is_named and (tensor.names or not tensor.copies):
+            placed = tensor.names or (None,) * len(tensor.shape)
+            by_class[number] = tuple(name and _plain(name) for name in placed)
+            continue
         row: list[str | None] = []
         for axis, size, cut in zip(
             tensor.axes, tensor.shape, solution.layouts[number], strict=True
         ):
             row.append(_name(tables[tensor.kind], names[axis], row, cut) if size > 1 else None)
         by_class[number] = tuple(row)
+    partly = _partly_met(classes, solution)
+    rules = AxisRules(
+        params=_table(tables["param"], partly["param"]),
+        activations=_table(tables["activation"], partly["activation"])
+        | ({ANY: None} if is_named else {}),
+        paths=_by_pattern(_of_params(classes, paths, by_class), _named_paths(classes, paths)),
+        names=None if is_named else _activation_names(classes, paths, names, by_class),
+    )
+    return NamedAxes(rules, by_class)
+
+
+def _chosen(solution: Solution) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Returns the rules of the names that the model gives, by kind of tensor."""
+    tables: dict[str, dict[str, tuple[str, ...]]] = {"param": {}, "activation": {}}
+    for name, cut in solution.rules.items():
+        tables[_kind(name)][_plain(name)] = cut
+    return tables
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(PARAMS_TABLE)
+
+
+def _kind(name: str) -> str:
+    return "param" if name.startswith(PARAMS_TABLE) else "activation"
+
+
+def _partly_met(classes: Classes, solution: Solution) -> dict[str, set[str]]:
+    """Returns the names whose rule leaves a dim whole in some tensor, by kind."""
+    placed = [(classes.tensors[n].names, dims) for n, dims in solution.layouts.items()]
+    for operation, cut in zip(classes.operations, solution.cuts, strict=True):
+        for edge in operation.operands:
+            placed.append((edge.read_as, dims_of(edge.dims, cut)))
+    found: dict[str, set[str]] = {"param": set(), "activation": set()}
+    for names, dims in placed:
+        for name, cut in zip(names, dims, strict=False):
+            if name is not None and solution.rules[name] and not cut:
+                found[_kind(name)].add(_plain(name))
+    return found
+
+
+def _named_paths(classes: Classes, paths: Sequence[str]) -> frozenset[str]:
+    """Returns the paths of the parameters that the model names."""
+    pairs = zip(paths, classes.arguments, strict=True)
+    return frozenset(path for path, number in pairs if classes.tensors[number].names)
+
+
+def _activation_names(
+    classes: Classes,
+    paths: Sequence[str],
+    names: Sequence[str],
+    by_class: Mapping[int, _Names],
+) -> ActivationNames:
+    """Returns the names of inputs, and of activations with an axis that has a rule of its own."""
     variants = {
-        names
-        for number, names in by_class.items()
-        if classes.tensors[number].kind == "activation" and any(VARIANT in (n or "") for n in names)
+        row
+        for number, row in by_class.items()
+        if classes.tensors[number].kind == "activation" and any(VARIANT in (n or "") for n in row)
     }
     inputs = {
         path.removeprefix(INPUT): by_class.get(number, (None,) * len(classes.tensors[number].shape))
         for path, number in zip(paths, classes.arguments, strict=True)
         if path.startswith(INPUT)
     }
-    rules = AxisRules(
-        params=_table(tables["param"]),
-        activations=_table(tables["activation"]),
-        paths=_by_pattern(_of_params(classes, paths, by_class)),
-        names=ActivationNames(
-            tuple(inputs.items()),
-            tuple(sorted(variants, key=str)),
-            tuple(_by_pattern(_of_params(classes, paths, _dims(classes, names))).items()),
-        ),
+    params = _by_pattern(_of_params(classes, paths, _dims(classes, names)))
+    return ActivationNames(
+        tuple(inputs.items()), tuple(sorted(variants, key=str)), tuple(params.items())
     )
-    return NamedAxes(rules, by_class)
-
-
-def _weight(classes: Classes, number: int) -> float:
-    tensor = classes.tensors[number]
-    return tensor.pass_bytes + tensor.saved_bytes + tensor.copies * tensor.bytes
 
 
 def _name(
@@ -100,10 +152,18 @@ def _name(
         number += 1
 
 
-def _table(rules: Mapping[str, tuple[str, ...]]) -> dict[str, str | None]:
-    """Returns a table for `AxisRules`, with the rules that cut first."""
+def _table(rules: Mapping[str, tuple[str, ...]], partly: Set[str]) -> dict[str, Any]:
+    """Returns a table for `AxisRules`, with the rules that cut first.
+
+    Args:
+        rules: The mesh axes of each name.
+        partly: Names that may also be whole.
+    """
     ordered = sorted(rules.items(), key=lambda item: not item[1])
-    return {name: "+".join(axes) or None for name, axes in ordered}
+    return {
+        name: [axes, None] if name in partly and axes else "+".join(axes) or None
+        for name, axes in ordered
+    }
 
 
 def _dims(classes: Classes, names: Sequence[str]) -> dict[int, tuple[str, ...]]:
@@ -133,11 +193,12 @@ def _of_params(
     }
 
 
-def _by_pattern(by_path: Mapping[str, _Row]) -> dict[str, _Row]:
-    """Returns rows by path, and by pattern if it matches no other paths."""
+def _by_pattern(by_path: Mapping[str, _Row], skipped: Set[str] = frozenset()) -> dict[str, _Row]:
+    """Returns rows by path but for `skipped` ones, and by pattern if it matches no other paths."""
     groups: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
     for path, row in by_path.items():
-        groups[pattern_of(path)][path] = row
+        if path not in skipped:
+            groups[pattern_of(path)][path] = row
     found: dict[str, _Row] = {}
     for pattern, members in groups.items():
         same = len(set(members.values())) == 1

@@ -16,16 +16,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Literal, get_args
-
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+from typing import get_args
 
 from shardlib.cost.machine.rates import Rates
 from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
+from shardlib.find.axes import SLICE
 from shardlib.find.classes import Classes, Edge, OperationClass, TensorClass
 from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
+from shardlib.find.named_choices import NamedChoices
+from shardlib.find.program import IntegerProgram, Part
 from shardlib.partitioner.factors import Assignment, dims_of
 from shardlib.partitioner.layout import Dims
 
@@ -43,12 +42,8 @@ _RULE_SHARE = 0.002
 """Cost of a rule, as a share of the least time of a step: near ties go to the shorter table."""
 _MAX_CHANGES = {"param": 2, "activation": 1}
 """Mesh axes that a move may change. More only add steps between two layouts."""
-_GAP = 1e-3
 _MOST_ALIKE = 0.75
 """Part of the layouts that a solution may share with a forbidden one."""
-Part = Literal["products", "parameters", "activations", "passes", "rules"]
-"""The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
-in the table."""
 
 Move = tuple[int, tuple[Dims, Dims, frozenset[str]]]
 """How often a move happens, its two layouts, and the axes along which a sum is pending."""
@@ -85,6 +80,9 @@ class Solution:
     """By tensor class."""
     cuts: tuple[Assignment, ...]
     """By operation class."""
+    rules: Mapping[str, tuple[str, ...]]
+    """The mesh axes of each name by which the model places tensors, as in `Tensor.names`, in the
+    order in which they take mesh axes."""
     seconds: float
     """The objective."""
     seconds_by_part: Mapping[Part, float]
@@ -100,24 +98,34 @@ class Solution:
         return max(self.seconds - self.bound_seconds, 0.0) / max(self.seconds, 1e-12)
 
 
-class LayoutProblem:
+class LayoutProblem(IntegerProgram):
     """The integer program of a traced loss on a mesh."""
 
     def __init__(self, classes: Classes, objective: Objective):
+        super().__init__()
         self.classes, self.objective = classes, objective
         self.network, self.rates = objective.network, objective.rates
-        self.costs: list[float] = []
-        self._parts: list[Part] = []
-        self._whole: list[bool] = []
-        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
         self.memory: list[tuple[int, float]] = []
         self.layout_variables: dict[int, dict[Dims, int]] = {}
         self._cut_variables: list[dict[tuple[Dims, ...], tuple[int, Assignment]]] = []
+        self.rule_seconds = _RULE_SHARE * self._least_seconds()
+        axes = self.network.axes
+        subsets = (c for n in range(len(axes) + 1) for c in itertools.combinations(axes, n))
+        self.named = NamedChoices(
+            self,
+            classes,
+            self.network.sizes,
+            map(self._ordered, subsets),
+            objective.param_axes,
+            self.rule_seconds,
+        )
         for number in self._live():
             self._add_tensor(number, classes.tensors[number])
         self._add_rules()
         for operation in classes.operations:
             self._add_operation(operation)
+        if math.isfinite(objective.capacity_bytes):
+            self.row(self.memory, -math.inf, objective.capacity_bytes)
 
     def forbid(self, other: Solution) -> None:
         """Forbids solutions that share more than three quarters of another's free layouts."""
@@ -126,40 +134,40 @@ class LayoutProblem:
             for number, options in self.layout_variables.items()
             if len(options) > 1
         ]
-        self._row([(col, 1.0) for col in free], -math.inf, _MOST_ALIKE * len(free))
+        self.row([(col, 1.0) for col in free], -math.inf, _MOST_ALIKE * len(free))
 
-    def solve(self, seconds: float) -> Solution:
+    def solution(self, seconds: float, rules: Mapping[str, tuple[str, ...]] = {}) -> Solution:
         """Returns the best layouts.
 
         Args:
             seconds: The time limit.
+            rules: Rules of names that are decided, as in `Solution.rules`.
 
         Raises:
             DoesNotFitError: If nothing fits into a device.
             PartitionError: If no answer was found in time.
         """
-        rows = list(self._rows)
-        if math.isfinite(self.objective.capacity_bytes):
-            rows.append((self.memory, -math.inf, self.objective.capacity_bytes))
-        entries = [(i, col, value) for i, (terms, *_) in enumerate(rows) for col, value in terms]
-        at, cols, values = (np.array(part) for part in zip(*entries, strict=True))
-        matrix = csr_matrix((values, (at, cols)), shape=(len(rows), len(self.costs)))
-        lower, upper = (np.array([row[i] for row in rows]) for i in (1, 2))
-        # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
-        scale = 1e3 / max(max(self.costs), 1e-12)
-        found = milp(
-            np.array(self.costs) * scale,
-            integrality=np.array(self._whole, int),
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, lower, upper),  # type: ignore[arg-type]
-            options={"time_limit": seconds, "mip_rel_gap": _GAP},
+        answer = self.solve(seconds, [self.named.columns[name][cut] for name, cut in rules.items()])
+        if answer.values is None:
+            raise self._infeasible(answer.out_of_time)
+        x = answer.values
+        layouts = {
+            number: max(options, key=lambda dims: x[options[dims]])
+            for number, options in self.layout_variables.items()
+        }
+        cuts = tuple(
+            max(options.values(), key=lambda pair: x[pair[0]])[1] for options in self._cut_variables
         )
-        if found.x is None:
-            raise self._infeasible(found.status)
-        return self._read(found.x, found.fun / scale, found.mip_dual_bound / scale)
+        memory = sum(x[col] * value for col, value in self.memory)
+        spent = dict.fromkeys(get_args(Part), 0.0)
+        for value, cost, part in zip(x, self.costs, self.parts, strict=True):
+            spent[part] += value * cost
+        rules, bound = self.named.rules(x), answer.bound_seconds
+        variables = len(self.costs)
+        return Solution(layouts, cuts, rules, answer.seconds, spent, bound, memory, variables)
 
-    def _infeasible(self, status: int) -> ShardlibError:
-        if status == 1:
+    def _infeasible(self, out_of_time: bool) -> ShardlibError:
+        if out_of_time:
             return PartitionError(
                 "no layout was found in time.\n  Allow more seconds, or give a mesh of fewer axes."
             )
@@ -176,34 +184,11 @@ class LayoutProblem:
             int(least),
         )
 
-    def _read(self, x: np.ndarray, seconds: float, bound: float) -> Solution:
-        layouts = {
-            number: max(options, key=lambda dims: x[options[dims]])
-            for number, options in self.layout_variables.items()
-        }
-        cuts = tuple(
-            max(options.values(), key=lambda pair: x[pair[0]])[1] for options in self._cut_variables
-        )
-        memory = sum(x[col] * value for col, value in self.memory)
-        spent = dict.fromkeys(get_args(Part), 0.0)
-        for value, cost, part in zip(x, self.costs, self._parts, strict=True):
-            spent[part] += value * cost
-        return Solution(layouts, cuts, seconds, spent, bound, memory, len(self.costs))
-
-    def _variable(self, cost: float, part: Part, *, whole: bool = False) -> int:
-        self.costs.append(cost)
-        self._parts.append(part)
-        self._whole.append(whole)
-        return len(self.costs) - 1
-
-    def _row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        self._rows.append((terms, lower, upper))
-
     def _live(self) -> list[int]:
         """Returns the tensor classes that are stored or that an operation reads or writes."""
         used = {number for number, tensor in enumerate(self.classes.tensors) if tensor.copies}
         for operation in self.classes.operations:
-            used.update(edge.tensor for edge in (*operation.operands, operation.result))
+            used.update(edge.tensor for edge in operation.edges)
         return sorted(used)
 
     def _add_tensor(self, number: int, tensor: TensorClass) -> None:
@@ -216,11 +201,12 @@ class LayoutProblem:
                 elements = tensor.elements * tensor.copies / parts
                 cost += _UPDATE_PASSES * elements / self.rates.memory
                 held += self.objective.state_bytes * elements
-            options[dims] = self._variable(cost, "passes", whole=True)
+            options[dims] = self.variable(cost, "passes", whole=True)
             if held:
                 self.memory.append((options[dims], held))
         self.layout_variables[number] = options
-        self._row([(col, 1.0) for col in options.values()], 1, 1)
+        self.row([(col, 1.0) for col in options.values()], 1, 1)
+        self.named.tie(tensor.names, tensor.shape, options.items())
 
     def _layouts(self, number: int) -> list[Dims]:
         """Returns the possible layouts of a tensor class."""
@@ -229,7 +215,7 @@ class LayoutProblem:
             return [objective.pinned_params[number]]
         rank = len(tensor.shape)
         is_param = tensor.kind == "param"
-        if is_param and tensor.elements < MIN_ELEMENTS:
+        if is_param and not tensor.names and tensor.elements < MIN_ELEMENTS:
             return [((),) * rank]
         axes = [a for a in self.network.axes if not is_param or a in objective.param_axes]
         pins = {} if is_param else self._pins(tensor)
@@ -240,7 +226,8 @@ class LayoutProblem:
                 for dim in range(rank)
             )
             pinned = all(dims[dim] == pin for dim, pin in pins.items())
-            if pinned and self._divides(tensor, dims, pins):
+            unnamed = (dims[dim] for dim, name in enumerate(tensor.names) if name is None)
+            if pinned and not any(unnamed) and self._divides(tensor, dims, pins):
                 found.append(dims)
         return found
 
@@ -260,18 +247,22 @@ class LayoutProblem:
         return next((pin for pin in pins if set(pin) == set(axes)), axes)
 
     def _divides(self, tensor: TensorClass, dims: Dims, pins: Container[int]) -> bool:
+        """Returns whether a layout cuts evenly, and no stack of layers: a loop takes one of them
+        after the other."""
         for dim, (axes, axis) in enumerate(zip(dims, tensor.axes, strict=True)):
-            whole = math.gcd(tensor.shape[dim], self.classes.axes[axis].size)
+            found = self.classes.axes[axis]
+            whole = 1 if found.is_layers else math.gcd(tensor.shape[dim], found.size)
             if dim not in pins and whole % self.network.degree(axes):
                 return False
         return True
 
     def _add_rules(self) -> None:
         """Adds the cost of each rule that a table needs: an axis with a mesh axis that cuts it."""
-        self.rule_seconds = _RULE_SHARE * self._least_seconds()
         rules: dict[tuple[str, int, str], int] = {}
         for number, options in self.layout_variables.items():
             tensor = self.classes.tensors[number]
+            if tensor.names or (self.named.names and tensor.kind != "param"):
+                continue
             for dim, axis in enumerate(tensor.axes):
                 if tensor.kind != "param" and axis in self.objective.pinned_axes:
                     continue
@@ -281,8 +272,8 @@ class LayoutProblem:
                         continue
                     key = tensor.kind, axis, name
                     if key not in rules:
-                        rules[key] = self._variable(self.rule_seconds, "rules")
-                    self._row([*((col, 1.0) for col in having), (rules[key], -1.0)], -math.inf, 0)
+                        rules[key] = self.variable(self.rule_seconds, "rules")
+                    self.row([*((col, 1.0) for col in having), (rules[key], -1.0)], -math.inf, 0)
 
     def _least_seconds(self) -> float:
         """Returns a measure of a step: products on all devices, one gather of all parameters."""
@@ -295,29 +286,47 @@ class LayoutProblem:
 
     def _add_operation(self, operation: OperationClass) -> None:
         """Adds the ways to cut an operation, and the moves of its operands and its result."""
-        edges = (*operation.operands, operation.result)
+        edges = operation.edges
         variables: dict[tuple[Dims, ...], tuple[int, Assignment]] = {}
         for cut in self.cuts(operation):
             state = tuple(dims_of(edge.dims, cut) for edge in edges)
             if state not in variables:
                 variables[state] = (
-                    self._variable(self.work_seconds(operation, cut), "products"),
+                    self.variable(self.work_seconds(operation, cut), "products"),
                     cut,
                 )
         self._cut_variables.append(variables)
-        self._row([(col, 1.0) for col, _ in variables.values()], 1, 1)
+        self.row([(col, 1.0) for col, _ in variables.values()], 1, 1)
+        self._tie_reads(operation, variables)
         for position, edge in enumerate(edges):
             by_pieces: dict[tuple[Dims, frozenset[str]], list[int]] = collections.defaultdict(list)
+            is_result = position >= len(operation.operands)
             for state, (col, cut) in variables.items():
-                is_result = position == len(edges) - 1
                 pending = self.pending(operation, cut, edge, is_result=is_result)
                 by_pieces[state[position], pending].append(col)
-            self._add_moves(operation, edge, position == len(edges) - 1, by_pieces)
+            self._add_moves(operation, edge, is_result, by_pieces)
+
+    def _tie_reads(
+        self,
+        operation: OperationClass,
+        variables: Mapping[tuple[Dims, ...], tuple[int, Assignment]],
+    ) -> None:
+        """Lets an operation read a parameter as the model places it there by name. What it cannot
+        cut is free."""
+        for position, edge in enumerate(operation.operands):
+            if not edge.read_as or operation.name == SLICE:
+                continue
+            names = tuple(
+                None if factor is None else name
+                for name, factor in zip(edge.read_as, edge.dims, strict=True)
+            )
+            columns = [(state[position], col) for state, (col, _) in variables.items()]
+            self.named.tie(names, self.classes.tensors[edge.tensor].shape, columns)
 
     def cuts(self, operation: OperationClass) -> Iterator[Assignment]:
         """Yields the assignments of mesh axes to the factors of an operation."""
         factors = operation.factors
-        seen = {f for edge in (*operation.operands, operation.result) for f in edge.dims}
+        seen = {f for edge in operation.edges for f in edge.dims}
         options = sorted(f for f in seen if f is not None)
         axes = self.network.axes
         for places in itertools.product((None, *options), repeat=len(axes)):
@@ -334,7 +343,7 @@ class LayoutProblem:
         """Returns whether a parameter would stay cut by the axes of the batch while activations
         are made of it: the partitioner gathers it (`analyze.LayoutWalk.used`)."""
         kinds = self.classes.tensors
-        if kinds[operation.result.tensor].kind == "param":
+        if kinds[operation.results[0].tensor].kind == "param":
             return False
         used = (e for e in operation.operands if kinds[e.tensor].kind == "param")
         axes = {axis for edge in used for names in dims_of(edge.dims, cut) for axis in names}
@@ -354,12 +363,11 @@ class LayoutProblem:
 
         The gradient of an operand is a sum over the factors of the result that it lacks.
         """
-        factors = operation.factors
         if is_result:
-            summed = set(range(len(factors.sizes))).difference(edge.dims)
-            return frozenset(axis for f in summed for axis in cut.get(f, ()))
-        lacking = {f for f in operation.result.dims if f is not None and f not in edge.dims}
-        return frozenset(axis for f in lacking for axis in cut.get(f, ()))
+            lacking = set(operation.factors.reduced)
+        else:
+            lacking = {f for result in operation.results for f in result.dims if f is not None}
+        return frozenset(axis for f in lacking.difference(edge.dims) for axis in cut.get(f, ()))
 
     def _add_moves(
         self,
@@ -375,18 +383,24 @@ class LayoutProblem:
         for (pieces, pending), columns in by_pieces.items():
             moves = []
             for dims in options:
-                if not is_sensible(dims, pieces, pending, is_param):
+                if not self.moves_so(edge, dims, pieces, pending):
                     continue
                 seconds = self.move_seconds(operation, edge, is_result, dims, pieces, pending)
-                share = 1.0 if is_result else edge.share
                 part: Part = "parameters" if is_param else "activations"
-                col = self._variable(seconds * operation.times * share, part)
+                col = self.variable(seconds * operation.times * edge.share, part)
                 moves.append(col)
                 by_layout[dims].append(col)
             terms = [*((col, 1.0) for col in moves), *((col, -1.0) for col in columns)]
-            self._row(terms, 0, 0)
+            self.row(terms, 0, 0)
         for dims, columns in by_layout.items():
-            self._row([*((col, 1.0) for col in columns), (options[dims], -1.0)], 0, 0)
+            self.row([*((col, 1.0) for col in columns), (options[dims], -1.0)], 0, 0)
+
+    def moves_so(self, edge: Edge, dims: Dims, pieces: Dims, pending: frozenset[str]) -> bool:
+        """Returns whether a program moves an operand or a result so."""
+        is_param = self.classes.tensors[edge.tensor].kind == "param"
+        if is_param and self.named.names and not is_nested(dims, pieces):
+            return False  # XLA would gather all of a parameter whose axes go to another dim.
+        return is_sensible(dims, pieces, pending, is_param)
 
     def move_seconds(
         self,

@@ -7,17 +7,16 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from shardlib.cost.traced.rules import constrained_names
 from shardlib.errors import DataError, ModelError
-from shardlib.find.axes import Kind, TracedAxes
+from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
-from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
-from shardlib.plan.workloads.tracing import LossFn, total_loss
+from shardlib.plan.workloads.tracing import LossFn, naming, total_loss
 from shardlib.rules import FSDP
-from shardlib.sharding.constrain import recording, use
 
 INPUT = "<batch>/"
 """Before the paths of the leaves of a batch."""
@@ -59,13 +58,12 @@ def trace_loss(
     def forward(*arguments: PyTree) -> jax.Array:
         return total_loss(module, precision, loss, *arguments)[0]
 
-    with recording() as named_axes, use(abstract_mesh("data=1", 1), FSDP):  # type: ignore[arg-type]
+    # JAX would return the cached first trace of a function, so that each trace has its own.
+    with naming(FSDP, lambda: jax.eval_shape(lambda *a: forward(*a), *arguments)):
         closed = jax.make_jaxpr(forward)(*arguments)
-    if named_axes:
-        raise ModelError(
-            f"{module.name} places activations by name ({', '.join(sorted(named_axes))}).\n"
-            "  Choose a mesh for its rules with sl.plan, or leave its constraints out."
-        )
+    names: list[Names] = []
+    if constrained_names(closed.jaxpr):
+        names = [params_table(module.axes.get(path) or ()) for path in named_leaves(params)]
     paths: list[str] = []
     kinds: list[Kind] = []
     named: tuple[tuple[PyTree, str, Kind], ...] = (
@@ -83,7 +81,8 @@ def trace_loss(
     elements = sum(leaf.size for leaf in leaves)
     held = sum(map(num_bytes, leaves)) + optimizer_bytes
     state_bytes = held / elements + 4
-    return TracedLoss(module, TracedAxes(closed, kinds), tuple(paths), params, state_bytes)
+    program = TracedAxes(closed, kinds, names)
+    return TracedLoss(module, program, tuple(paths), params, state_bytes)
 
 
 def _check(module: FunctionalModule, batch: PyTree) -> None:

@@ -24,8 +24,8 @@ def predicted_traffic(problem: LayoutProblem, solution: Solution) -> Traffic:
     """
     sent: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
     for operation, cut in zip(problem.classes.operations, solution.cuts, strict=True):
-        for edge in (*operation.operands, operation.result):
-            is_result = edge is operation.result
+        for position, edge in enumerate(operation.edges):
+            is_result = position >= len(operation.operands)
             for kind, axes, num_bytes in _moves(problem, solution, operation, cut, edge, is_result):
                 devices = problem.network.degree(axes)
                 rounds = 2 if kind == "all_reduce" else 1
@@ -47,7 +47,7 @@ def _moves(
     dims, pieces = solution.layouts[edge.tensor], dims_of(edge.dims, cut)
     pending = problem.pending(operation, cut, edge, is_result=is_result)
     is_param = problem.classes.tensors[edge.tensor].kind == "param"
-    times = operation.times * (1.0 if is_result else edge.share)
+    times = operation.times * edge.share
     times *= problem.objective.microbatches if is_param else 1
     there, back = problem.moves(operation, edge, is_result, dims, pieces, pending)
     for count, move in (*there, *back):

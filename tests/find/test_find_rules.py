@@ -16,7 +16,6 @@ from shardlib.errors import (
     DataError,
     DoesNotFitError,
     MeshError,
-    ModelError,
     RuleError,
 )
 from shardlib.rules import from_yaml
@@ -78,7 +77,7 @@ def test_a_small_model_is_replicated():
 
 @pytest.mark.mesh
 def test_depth_does_not_change_the_problem():
-    few, many = (find(lambda rngs, n=n: large(rngs, n)) for n in (1, 6))
+    few, many = (find(lambda rngs, n=n: large(rngs, n)) for n in (2, 6))
     assert few.solution.num_variables == many.solution.num_variables
     assert few.rules == many.rules
 
@@ -158,9 +157,17 @@ def test_a_pattern_matches_no_other_parameters_and_rows_may_meet():
     assert compared.comparisons
 
 
-def test_models_that_name_activations_are_refused():
-    with pytest.raises(ModelError, match=r"Named places activations by name \(batch, features\)"):
-        find(Named(constrained=True), loss=contrastive, batch=BATCH, inputs=(BATCH["x"],))
+@pytest.mark.mesh
+def test_a_model_that_names_activations_alone_gets_rules_for_paths_and_names():
+    """Its tables have the names of its constraint; parameters go by path."""
+    model = Named(constrained=True)
+    found = find(model, loss=contrastive, batch=BATCH, inputs=(BATCH["x"],), precision="f32")
+    assert {"batch", "features"} <= set(dict(found.rules.activations))
+    assert dict(found.rules.activations)["batch"] == (("fsdp",),)
+    assert {"w1", "wide", "wout"} <= set(dict(found.rules.paths))
+    x = {"x": np.random.default_rng(0).normal(size=(16, 512)).astype("f")}
+    options = {"rules": found.rules, "inputs": (x["x"],)}
+    assert sl.testing.assert_equivalent(model, contrastive, x, ["fsdp=4,tensor=2"], **options)
 
 
 def test_given_rules_of_one_structure_must_agree():

@@ -290,8 +290,7 @@ def _constraint(
     spread: Spreading, equation: Equation, laids: list[ValueSharding]
 ) -> list[ValueSharding]:
     aval, laid = equation.invars[0].aval, laids[0]
-    sharding = equation.params["sharding"]
-    names, kind = _logical(getattr(sharding, "spec", ()), len(aval.shape))
+    names, kind = logical_axes_of(equation)
     if names is None:
         return [spread.whole(aval, laid)]
     spec = spread.resolve(names, tuple(aval.shape), kind)
@@ -320,16 +319,17 @@ def constrained_names(jaxpr: Jaxpr) -> set[str]:
     logical_axes: set[str] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
-            aval: Any = equation.outvars[0].aval
-            names, _ = _logical(equation.params["sharding"].spec, len(aval.shape))
+            names, _ = logical_axes_of(equation)
             logical_axes |= {name for name in names or () if name}
         for program in subprograms(equation):
             logical_axes |= constrained_names(program)
     return logical_axes
 
 
-def _logical(spec: Sequence[object], rank: int) -> tuple[tuple[str | None, ...] | None, str]:
+def logical_axes_of(equation: Equation) -> tuple[tuple[str | None, ...] | None, str]:
     """Returns the logical axes and the table of a constraint traced on a mesh of logical axes."""
+    aval: Any = equation.outvars[0].aval
+    spec, rank = getattr(equation.params["sharding"], "spec", ()), len(aval.shape)
     names: list[str | None] = []
     kind = "activations"
     for entry in (*spec, *(None,) * (rank - len(spec))):

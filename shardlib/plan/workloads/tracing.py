@@ -130,7 +130,7 @@ def _step(
 
     arguments = (params, model_state, batch, key)
     # JAX would return the cached first trace of a function, so each trace uses a new function.
-    with _naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
+    with naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
         program = jax.make_jaxpr(gradient)(*arguments).jaxpr
     names = constrained_names(program) | {"batch"}
     names |= {name for axes in module.axes.values() for name in axes or () if name}
@@ -218,10 +218,15 @@ class _Naming(AxisRules):
 
 
 @contextlib.contextmanager
-def _naming(rules: AxisRules, trace: Callable[[], object], platform: str | None) -> Iterator[None]:
-    """Activates a mesh of logical axes.
+def naming(
+    rules: AxisRules, trace: Callable[[], object], platform: str | None = None
+) -> Iterator[None]:
+    """Activates a mesh of logical axes, so that constraints in a program name them.
 
-    The rules name the axes. If the rules match any axis, a first trace collects their names.
+    Args:
+        rules: Rules that name the axes. If they match any axis, a first trace collects the names.
+        trace: The first trace.
+        platform: As in `trace_workload`.
     """
     kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
     tables = (rules.table("params"), rules.table("activations"))

@@ -1,0 +1,107 @@
+"""One rule for each name by which a model places tensors.
+
+A name has one variable for each set of mesh axes, of which exactly one is 1. A layout of a tensor
+is possible only if it is what the rules of its names make of it, as `rules.resolve` does: a dim is
+whole if its rule does not divide it, or if a mesh axis of the rule cuts a dim of a name before it.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from shardlib.cost.traced.rules import PARAMS_TABLE
+from shardlib.find.axes import Names
+from shardlib.find.classes import Classes
+from shardlib.find.program import IntegerProgram
+from shardlib.partitioner.layout import Dims
+
+Cut = tuple[str, ...]
+"""Mesh axes of a dim."""
+
+
+class NamedChoices:
+    """The variables of the rules of names.
+
+    Args:
+        program: Where they are added.
+        classes: The tensor classes, with their names.
+        sizes: Devices along each mesh axis.
+        cuts: The sets of mesh axes that a rule may name, in order.
+        param_axes: Mesh axes that rules for parameters may name.
+        rule_seconds: The cost of a mesh axis in a rule.
+    """
+
+    def __init__(
+        self,
+        program: IntegerProgram,
+        classes: Classes,
+        sizes: Mapping[str, int],
+        cuts: Iterable[Cut],
+        param_axes: frozenset[str],
+        rule_seconds: float,
+    ):
+        self._program, self._sizes = program, sizes
+        weights: dict[str, float] = collections.defaultdict(float)
+        for tensor in classes.tensors:
+            for name in tensor.names:
+                if name is not None:
+                    weights[name] += tensor.weight
+        for operation in classes.operations:
+            for edge in operation.operands:
+                for name in edge.read_as:
+                    if name is not None:
+                        weights[name] += 0.0
+        self.names = sorted(weights, key=lambda name: (-weights[name], name))
+        """All names, in the order in which rules take mesh axes."""
+        self.columns: dict[str, dict[Cut, int]] = {}
+        """The variable of each rule of each name."""
+        cuts = list(cuts)
+        for name in self.names:
+            of_params = name.startswith(PARAMS_TABLE)
+            possible = [cut for cut in cuts if not of_params or param_axes.issuperset(cut)]
+            self.columns[name] = {
+                cut: program.variable(rule_seconds * len(cut), "rules", whole=True)
+                for cut in possible
+            }
+            program.row([(column, 1.0) for column in self.columns[name].values()], 1, 1)
+
+    def tie(self, names: Names, shape: Sequence[int], columns: Iterable[tuple[Dims, int]]) -> None:
+        """Allows each layout of a tensor only with the rules that make it.
+
+        Args:
+            names: The names of its dims.
+            shape: Its shape.
+            columns: Its layouts, and the variables that choose them, whose sum is 1.
+        """
+        columns = list(columns)
+        for dim, name in enumerate(names):
+            if name is None:
+                continue
+            for cut, column in self.columns[name].items():
+                having = [
+                    one
+                    for dims, one in columns
+                    if dims[dim] == self._met(names, shape, dims, dim, cut)
+                ]
+                self._program.row([*((one, 1.0) for one in having), (column, -1.0)], 0, 1)
+
+    def _met(self, names: Names, shape: Sequence[int], dims: Dims, dim: int, cut: Cut) -> Cut:
+        """Returns what a rule makes of a dim, given the layout of the dims before it."""
+        before = {axis for other in self._before(names, dim) for axis in dims[other]}
+        parts = 1
+        for axis in cut:
+            parts *= self._sizes[axis]
+        return () if before.intersection(cut) or shape[dim] % parts else cut
+
+    def _before(self, names: Names, dim: int) -> list[int]:
+        """Returns the dims whose rules take mesh axes before that of `dim`."""
+        ranks = {at: self.names.index(name) for at, name in enumerate(names) if name is not None}
+        return [other for other in ranks if (ranks[other], other) < (ranks[dim], dim)]
+
+    def rules(self, values: np.ndarray) -> dict[str, Cut]:
+        """Returns the chosen rule of each name, in their order."""
+        return {
+            name: max(columns, key=lambda cut: values[columns[cut]])
+            for name, columns in self.columns.items()
+        }

@@ -1,0 +1,67 @@
+"""An integer program, solved by HiGHS."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+Part = Literal["products", "parameters", "activations", "passes", "rules"]
+"""The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
+in the table."""
+_GAP = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """What a solver found."""
+
+    values: np.ndarray | None
+    """Of each variable; None without an answer."""
+    seconds: float
+    bound_seconds: float
+    out_of_time: bool
+
+
+class IntegerProgram:
+    """Variables between 0 and 1 with costs in seconds, and linear constraints."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.parts: list[Part] = []
+        self._whole: list[bool] = []
+        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+
+    def variable(self, cost: float, part: Part, *, whole: bool = False) -> int:
+        """Adds a variable and returns its column; `whole` variables are 0 or 1."""
+        self.costs.append(cost)
+        self.parts.append(part)
+        self._whole.append(whole)
+        return len(self.costs) - 1
+
+    def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        """Bounds a sum of columns with factors."""
+        self._rows.append((terms, lower, upper))
+
+    def solve(self, seconds: float, ones: Collection[int] = ()) -> Optimum:
+        """Minimises the costs, within a time limit in seconds, with some variables at 1."""
+        entries = [(i, col, v) for i, (terms, *_) in enumerate(self._rows) for col, v in terms]
+        at, cols, values = (np.array(part) for part in zip(*entries, strict=True))
+        matrix = csr_matrix((values, (at, cols)), shape=(len(self._rows), len(self.costs)))
+        lower, upper = (np.array([row[i] for row in self._rows]) for i in (1, 2))
+        # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
+        scale = 1e3 / max(max(self.costs), 1e-12)
+        least = np.isin(np.arange(len(self.costs)), list(ones)).astype(float)
+        found = milp(
+            np.array(self.costs) * scale,
+            integrality=np.array(self._whole, int),
+            bounds=Bounds(least, 1),  # type: ignore[arg-type]
+            constraints=LinearConstraint(matrix, lower, upper),  # type: ignore[arg-type]
+            options={"time_limit": seconds, "mip_rel_gap": _GAP},
+        )
+        if found.x is None:
+            return Optimum(None, math.inf, -math.inf, found.status == 1)
+        return Optimum(found.x, found.fun / scale, found.mip_dual_bound / scale, found.status == 1)

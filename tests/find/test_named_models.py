@@ -1,0 +1,59 @@
+"""Models that name their axes get a rule for each name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import shardlib as sl
+from shardlib.registry import DataSpec
+from shardlib_models.transformer import FAMILY
+from shardlib_models.transformer_config import TransformerConfig
+
+ADAM = optax.adamw(1e-3)
+LOSS = functools.partial(FAMILY.loss, train=True)
+BATCH = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((16, 512), jnp.int32))
+
+
+def llama(rngs):
+    config = TransformerConfig(
+        num_layers=2, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336
+    )
+    return FAMILY.make(config, DataSpec(vocab_size=8192, sequence_length=512), rngs)
+
+
+def find(**options):
+    options = {"loss": LOSS, "batch": BATCH, "optimizer": ADAM, "on": "8xh100"} | options
+    return sl.find_rules(llama, **options)
+
+
+def cuts(table):
+    return {name: "+".join(axes) for name, (axes, *_) in table if axes}
+
+
+@pytest.mark.mesh
+def test_a_llama_gets_megatrons_rules_with_sequence_parallelism():
+    """Megatron-LM's cut of heads, MLP and vocabulary, ZeRO-3, and Korthikanti et al. 2022."""
+    found = find(mesh="fsdp=4,tensor=2")
+    wide = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
+    assert cuts(found.rules.params) == wide | {"embed": "fsdp"}
+    of_activations = {"batch": "fsdp", "residual_length": "tensor"}
+    assert cuts(found.rules.activations) == wide | of_activations
+    assert found.rules.paths == ()
+    assert found.rules.names is None
+    assert found.solution.gap <= 1e-3
+    assert {price.name.partition(",")[0] for price in found.prices} >= {"standard", "sequence"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"])
+def test_they_send_no_more_than_standard(mesh):
+    def sent(rules):
+        with sl.use(sl.make_mesh(mesh), rules):
+            state = sl.abstract_state(llama, ADAM)
+            report = sl.explain(sl.make_train_step(LOSS, precision="bf16"), state, BATCH)
+        return sum(c.folded_bytes for c in report.collectives)
+
+    assert sent(find(mesh=mesh).rules) <= 1.02 * sent(sl.rules.STANDARD)
