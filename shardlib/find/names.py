@@ -234,7 +234,7 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
 
 def _used(classes: Classes) -> set[int]:
     """Returns the axes that operations meet; a loss may leave out leaves of its batch."""
-    edges = (edge for op in classes.operations for edge in (*op.operands, op.result))
+    edges = (edge for operation in classes.operations for edge in operation.edges)
     return {axis for edge in edges for axis in classes.tensors[edge.tensor].axes}
 
 

@@ -140,7 +140,7 @@ def test_it_is_the_least_of_all_choices(slice_):
 
 def test_memory_decides_where_it_binds():
     """Less memory than the free choice takes forces another one, the least that fits."""
-    sizes, mesh = [4096, 1024, 1024, 1024], {"tensor": 4}
+    sizes, mesh = [4096, 256, 256, 256], {"tensor": 4}
     free = problem_of(sizes, mesh).solution(10.0)
     capacity = 0.75 * free.memory_bytes
     problem = problem_of(sizes, mesh, capacity)
