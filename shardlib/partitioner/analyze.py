@@ -151,8 +151,10 @@ class LayoutWalk:
 
     def _read(self, atom: Atom) -> ValueLayout:
         if is_literal(atom):
-            is_number = isinstance(atom.val, int | float | np.generic)
-            return made(array_of(atom).shape, zero=is_number and bool(atom.val == 0))
+            shape = array_of(atom).shape
+            # JAX holds a number as itself, or as an array of its own without dims.
+            is_number = not shape and jnp.issubdtype(array_of(atom).dtype, np.number)
+            return made(shape, zero=is_number and bool(np.asarray(atom.val) == 0))
         if atom not in self.at:
             self.at[atom] = whole(len(atom.aval.shape))  # a constant captured by an inner call
         return self.at[atom]
