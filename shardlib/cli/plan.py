@@ -12,6 +12,7 @@ from shardlib.hardware import is_mixed
 
 if TYPE_CHECKING:
     from shardlib.find import FoundRules
+    from shardlib.find.questions import WhyNotRule
     from shardlib.plan.result import Plans
     from shardlib.run.reports.verify_plans import Verification
 
@@ -42,7 +43,11 @@ Length = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
 Objective = Annotated[str, typer.Option(help="time, cost (chip-hours) or chips (the fewest).")]
 WhyNot = Annotated[
     list[str] | None,
-    typer.Option(metavar="MESH", help="Explain why this mesh was not chosen. Repeatable."),
+    typer.Option(
+        metavar="MESH|RULE",
+        help="Explain why this mesh, or with --rules auto this rule (up: fsdp), was not chosen. "
+        "Repeatable.",
+    ),
 ]
 Tokens = Annotated[
     str | None,
@@ -91,14 +96,15 @@ def plan(
     and microbatches. Compiles nothing without --verify.
     """
     _check(on, config, model, verify)
-    _check_rules(on, config, rules)
+    asked = [one for one in why_not or () if ":" in one]
+    _check_rules(on, config, rules, asked)
     given = model if config is None else load_config(config, overrides)
     from shardlib.plan import plan as make_plans
 
     plans = make_plans(
         given, on=on, global_batch_tokens=global_batch, length=length, tokens=tokens, days=days,
         price=price, objective=objective, precision=precision,  # type: ignore[arg-type]
-        why_not=why_not or (), top=top,
+        why_not=[one for one in why_not or () if one not in asked], top=top,
     )  # fmt: skip
     verified = None
     if verify:
@@ -106,20 +112,26 @@ def plan(
     found = None
     if rules:
         found = _found(plans, str(config), overrides, length)  # type: ignore[arg-type]
+    answers = [found.why_not(one) for one in asked] if found else []
     if as_json:
         facts = plans.to_dict()
         facts |= {"verified": verified.to_dict()} if verified else {}
-        facts |= {"found": found.to_dict()} if found else {}
+        if found:
+            facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
         print(json.dumps(facts, indent=2))
         return
     print(plans)
     if verified:
         console().print(verified.table())
     if found:
-        from shardlib.run.plans.finding import beside
+        _show(found, answers, plans)  # type: ignore[arg-type]
 
-        console().print(found.render())
-        print(beside(found, plans))  # type: ignore[arg-type]
+
+def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> None:
+    from shardlib.run.plans.finding import beside
+
+    console().print(found.render())
+    print(*map(str, answers), beside(found, plans), sep="\n")
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
@@ -147,8 +159,13 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _check_rules(on: str, config: str | None, rules: str | None) -> None:
-    """Raises `ConfigError` if rules cannot be found."""
+def _check_rules(on: str, config: str | None, rules: str | None, asked: list[str]) -> None:
+    """Raises `ConfigError` if rules cannot be found, or are asked about and not found."""
+    if rules is None and asked:
+        raise ConfigError(
+            f"--why-not {asked[0]!r} asks about a rule, and no rules are found.\n"
+            "  Add --rules auto, or name a mesh such as fsdp=8."
+        )
     if rules is None:
         return
     if rules != "auto":
@@ -176,7 +193,7 @@ def _found(
     from shardlib.run.plans.finding import rules_for_plan
 
     given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
-    return rules_for_plan(load_config(config, given), plans, warn)
+    return rules_for_plan(load_config(config, given), plans, warn).priced()
 
 
 def _verified(

@@ -3,20 +3,21 @@
 import dataclasses
 import functools
 import html
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 
 from shardlib.config import to_dict
 from shardlib.explain.report.html_page import document
-from shardlib.find.classes import Classes
+from shardlib.find.classes import Classes, pattern_of
 from shardlib.find.problem import Solution
-from shardlib.find.program import Part
+from shardlib.find.questions import PARTS, Questions, WhyNotRule
 from shardlib.find.traffic import Traffic
 from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
 from shardlib.rules import AxisRules, RulesConfig
+from shardlib.rules.resolve import Kind
 from shardlib.tables import Report, Table
 
 
@@ -28,6 +29,10 @@ class Price:
     seconds: float
     memory_bytes: float
     """Bytes that one device holds at the peak."""
+
+
+Compare = Callable[[str, AxisRules, Mapping[str, int]], tuple[Price, Mapping[str, str]]]
+"""Returns the price of rules on a mesh, and the mesh axes of each parameter as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,53 @@ class FoundRules(Report):
     capacity_bytes: float
     traffic: Traffic
     """Bytes that a device sends in a step, by kind and mesh axes."""
+    questions: Questions = dataclasses.field(repr=False, compare=False)
+    """What other rules would cost."""
+    compare: Compare = dataclasses.field(repr=False, compare=False)
+    binds: str = ""
+    """What keeps a step from being quicker; see `priced`."""
+    saved: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    """Seconds by which a step without a rule is slower, such as `params.up`; see `priced`."""
+    differences: tuple[tuple[str, str, str], ...] = ()
+    """Parameters that other rules place otherwise; see `compared_with`."""
+
+    def why_not(self, rule: str) -> WhyNotRule:
+        """Returns what another rule would cost, such as `up: fsdp`, `up: data+fsdp` or `up: null`.
+
+        A rule is for parameters, or with `activations.up: tensor` for activations. The integer
+        program is solved again with it; all other rules may change.
+
+        Raises:
+            RuleError: If the text is not a rule, or names an unknown axis.
+        """
+        return self.questions.why_not(rule)
+
+    def priced(self) -> "FoundRules":
+        """Returns the same rules with what binds, and with the price of leaving out each of them.
+
+        The integer program is solved again without the rule; all other rules may change.
+        """
+        saved = {
+            f"{table}.{name}": self.questions.saved_seconds(table, name)
+            for table in get_args(Kind)
+            for name, alternatives in self.rules.table(table)
+            if any(alternatives)
+        }
+        return dataclasses.replace(self, binds=self.questions.binding(), saved=saved)
+
+    def compared_with(self, rules: AxisRules, name: str = "other rules") -> "FoundRules":
+        """Returns the same rules with the price of other rules on their mesh, and the parameters
+        that the others place otherwise.
+
+        Raises:
+            RuleError: If the other rules cannot place a parameter.
+        """
+        price, others = self.compare(name, rules, self.sizes)
+        _, own = self.compare("", self.rules, self.sizes)
+        rows = {(pattern_of(path), at, others[path]): None for path, at in own.items()}
+        differences = tuple(row for row in rows if row[1] != row[2])
+        prices = (*self.prices, price)
+        return dataclasses.replace(self, prices=prices, differences=differences)
 
     @property
     def mesh(self) -> Mesh:
@@ -87,6 +139,8 @@ class FoundRules(Report):
         - `prices`: `name`, `seconds` and `memory_bytes` by the cost model of traced programs; these
           rules come first.
         - `traffic`: `collective`, `axes` and the `bytes` that a device sends in a step.
+        - `binds` and `saved`, from `priced`: seconds by rule, None if nothing else can be.
+        - `differences`, from `compared_with`: a pattern of paths, its mesh axes, and the others.
         """
         solution, names = self.solution, self.rules.names
         return {
@@ -105,6 +159,9 @@ class FoundRules(Report):
                 {"collective": kind, "axes": list(axes), "bytes": sent}
                 for (kind, axes), sent in self.traffic.items()
             ],
+            "binds": self.binds,
+            "saved": dict(self.saved),
+            "differences": [list(row) for row in self.differences],
         }
 
     def parts(self) -> Iterator[Any]:
@@ -116,8 +173,10 @@ class FoundRules(Report):
         )
         spent = solution.seconds_by_part
         yield "of these " + ", ".join(
-            f"{duration(spent[part])} {words}" for part, words in _PARTS.items() if spent[part]
+            f"{duration(spent[part])} of {words}" for part, words in PARTS.items() if spent[part]
         )
+        if self.binds:
+            yield self.binds
         yield (
             f"state and saved activations take {size(solution.memory_bytes)} of "
             f"{size(self.capacity_bytes)}"
@@ -128,9 +187,23 @@ class FoundRules(Report):
         rows = [(pattern, ", ".join(map(str, axes))) for pattern, axes in self.rules.paths]
         if rows:
             yield Table("axes of parameters", ("path", "logical axes"), rows)
+        yield from self._other_rules()
         rows = [(p.name, duration(p.seconds), size(p.memory_bytes)) for p in self.prices]
         notes = [f"{best.name} is quicker"] if (best := self._quickest()) != self.prices[0] else []
         yield Table("a step by the cost model", ("rules", "step>", "memory>"), rows, notes)
+
+    def _other_rules(self) -> Iterator[Table]:
+        whole = self.solution.seconds
+        if self.saved:
+            rows = [
+                (rule, "-" if seconds is None else f"{duration(seconds)} ({seconds / whole:.1%})")
+                for rule, seconds in self.saved.items()
+            ]
+            notes = ["-: given, or nothing else fits"] if None in self.saved.values() else []
+            yield Table("a step without a rule", ("rule", "slower by>"), rows, notes)
+        if self.differences:
+            columns = ("parameters", "found", self.prices[-1].name)
+            yield Table("parameters that other rules place otherwise", columns, self.differences)
 
     def _quickest(self) -> Price:
         fitting = [p for p in self.prices if p.memory_bytes <= self.capacity_bytes]
@@ -165,12 +238,6 @@ class FoundRules(Report):
         }
 
 
-_PARTS: Mapping[Part, str] = {
-    "products": "of products",
-    "parameters": "of exposed gathers and sums of parameters",
-    "activations": "of exposed moves of activations",
-    "passes": "of passes over memory",
-}
 _MAX_PATTERNS = 4
 
 

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import get_args
 
 from shardlib.cost.machine.rates import Rates
@@ -136,18 +136,25 @@ class LayoutProblem(IntegerProgram):
         ]
         self.row([(col, 1.0) for col in free], -math.inf, _MOST_ALIKE * len(free))
 
-    def solution(self, seconds: float, rules: Mapping[str, tuple[str, ...]] = {}) -> Solution:
+    def solution(
+        self,
+        seconds: float,
+        rules: Mapping[str, tuple[str, ...]] = {},
+        without: Collection[int] = (),
+    ) -> Solution:
         """Returns the best layouts.
 
         Args:
             seconds: The time limit.
             rules: Rules of names that are decided, as in `Solution.rules`.
+            without: Columns of layouts that are not allowed.
 
         Raises:
             DoesNotFitError: If nothing fits into a device.
             PartitionError: If no answer was found in time.
         """
-        answer = self.solve(seconds, [self.named.columns[name][cut] for name, cut in rules.items()])
+        decided = [self.named.columns[name][cut] for name, cut in rules.items()]
+        answer = self.solve(seconds, decided, without)
         if answer.values is None:
             raise self._infeasible(answer.out_of_time)
         x = answer.values

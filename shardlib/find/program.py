@@ -46,19 +46,23 @@ class IntegerProgram:
         """Bounds a sum of columns with factors."""
         self._rows.append((terms, lower, upper))
 
-    def solve(self, seconds: float, ones: Collection[int] = ()) -> Optimum:
-        """Minimises the costs, within a time limit in seconds, with some variables at 1."""
+    def solve(
+        self, seconds: float, ones: Collection[int] = (), zeros: Collection[int] = ()
+    ) -> Optimum:
+        """Minimises the costs, within a time limit in seconds, with some variables at 1 or 0."""
         entries = [(i, col, v) for i, (terms, *_) in enumerate(self._rows) for col, v in terms]
         at, cols, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_matrix((values, (at, cols)), shape=(len(self._rows), len(self.costs)))
         lower, upper = (np.array([row[i] for row in self._rows]) for i in (1, 2))
         # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
         scale = 1e3 / max(max(self.costs), 1e-12)
-        least = np.isin(np.arange(len(self.costs)), list(ones)).astype(float)
+        columns = np.arange(len(self.costs))
+        least = np.isin(columns, list(ones)).astype(float)
+        most = 1.0 - np.isin(columns, list(zeros))
         found = milp(
             np.array(self.costs) * scale,
             integrality=np.array(self._whole, int),
-            bounds=Bounds(least, 1),  # type: ignore[arg-type]
+            bounds=Bounds(least, most),  # type: ignore[arg-type]
             constraints=LinearConstraint(matrix, lower, upper),  # type: ignore[arg-type]
             options={"time_limit": seconds, "mip_rel_gap": _GAP},
         )

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -19,6 +19,7 @@ from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import named_rules
 from shardlib.find.problem import LayoutProblem, Objective, Solution
+from shardlib.find.questions import Questions
 from shardlib.find.trace import INPUT, TracedLoss
 from shardlib.find.traffic import predicted_traffic
 from shardlib.hardware import Cluster
@@ -127,7 +128,22 @@ class Search:
             tuple(prices),
             objective.capacity_bytes,
             predicted_traffic(problem, solution),
+            Questions(problem, solution, named.by_class, seconds),
+            self.compared,
         )
+
+    def compared(
+        self, name: str, rules: AxisRules, sizes: Mapping[str, int]
+    ) -> tuple[Price, dict[str, str]]:
+        """Returns the price of other rules on a mesh, and how they place each parameter."""
+        layout = dataclasses.replace(Layout.of(sizes), microbatches=self.microbatches)
+        mesh = abstract_mesh(str(layout), layout.num_devices)
+        placed = place(self.traced.params, self.traced.module.axes, rules, mesh)
+        shown = {
+            path: ", ".join("+".join(axes) or "-" for axes in from_spec(p.spec, len(p.shape)).dims)
+            for path, p in placed.items()
+        }
+        return self._price(name, rules, layout), shown
 
     def _by_hand(self, problem: LayoutProblem, seconds: float) -> Iterator[tuple[str, Solution]]:
         """Yields the solutions of rules written by hand that have all names of the model."""

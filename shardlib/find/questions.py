@@ -1,0 +1,179 @@
+"""Other rules than those found: what each costs, and what binds."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from shardlib.errors import DoesNotFitError, PartitionError, RuleError, did_you_mean
+from shardlib.find.problem import LayoutProblem, Solution
+from shardlib.find.program import Part
+from shardlib.humanize import duration, size
+from shardlib.rules.resolve import Kind
+
+Names = Mapping[int, tuple[str | None, ...]]
+"""The names of the dims of each tensor class."""
+PARTS: Mapping[Part, str] = {
+    "products": "products",
+    "parameters": "exposed gathers and sums of parameters",
+    "activations": "exposed moves of activations",
+    "passes": "passes over memory",
+}
+_WORTH_NAMING = 0.1
+"""Smallest part of a difference that is worth naming."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WhyNotRule:
+    """The answer for one rule."""
+
+    rule: str
+    """Such as `params.up: fsdp`."""
+    reasons: tuple[str, ...]
+    """Sentences without a full stop."""
+    slower_seconds: float | None = None
+    """Of a step with this rule and the best others, by the integer program; None if it cannot be
+    or does not fit."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {'; '.join(self.reasons)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data."""
+        return dataclasses.asdict(self) | {"reasons": list(self.reasons)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Questions about the solution of an integer program."""
+
+    problem: LayoutProblem
+    solution: Solution
+    names: Names
+    seconds: float
+    """The time limit of each answer."""
+
+    def why_not(self, text: str) -> WhyNotRule:
+        """Returns what a rule would cost, such as `up: fsdp`, `activations.up: data+fsdp` or
+        `up: null`. All other rules may change with it.
+
+        Raises:
+            RuleError: If the text is not a rule, or names an unknown axis.
+        """
+        table, name, axes = self._read(text)
+        rule = f"{table}.{name}: {'+'.join(axes) or 'null'}"
+        without, refused = self._others(table, name, axes)
+        if not without and refused:
+            return WhyNotRule(rule, tuple(dict.fromkeys(refused)))
+        try:
+            other = self.problem.solution(self.seconds, without=without)
+        except (DoesNotFitError, PartitionError) as error:
+            return WhyNotRule(rule, (str(error).partition("\n")[0].rstrip("."),))
+        return WhyNotRule(rule, tuple(self._differences(other)), self._slower(other))
+
+    def saved_seconds(self, table: Kind, name: str) -> float | None:
+        """Returns by how much a step without a rule is slower, with the best other rules; None if
+        the rule is given or nothing else fits."""
+        without, _ = self._others(table, name, ())
+        if not without:
+            return None
+        try:
+            return self._slower(self.problem.solution(self.seconds, without=without))
+        except (DoesNotFitError, PartitionError):
+            return None
+
+    def binding(self) -> str:
+        """Returns what keeps a step from being quicker."""
+        objective, solution = self.problem.objective, self.solution
+        if solution.memory_bytes > _NEARLY_FULL * objective.capacity_bytes:
+            free = dataclasses.replace(objective, capacity_bytes=math.inf)
+            quickest = LayoutProblem(self.problem.classes, free).solution(self.seconds)
+            if quickest.seconds < solution.seconds * (1 - _GAP):
+                less = duration(solution.seconds - quickest.seconds)
+                return f"memory binds: with more of it a step would take {less} less"
+        spent = solution.seconds_by_part
+        part = max(PARTS, key=lambda part: spent[part])
+        share = spent[part] / max(sum(spent[part] for part in PARTS), 1e-12)
+        return f"{PARTS[part]} bind: {share:.0%} of a step"
+
+    def _slower(self, other: Solution) -> float:
+        return max(other.seconds - self.solution.seconds, 0.0)
+
+    def _read(self, text: str) -> tuple[Kind, str, tuple[str, ...]]:
+        before, colon, after = text.rpartition(":")
+        table, _, name = before.strip().rpartition(".")
+        if table not in get_args(Kind):
+            table, name = "", before.strip()
+        axes = [] if after.strip() in ("", "null", "None", "-") else after.split("+")
+        axes = tuple(axis.strip() for axis in axes)
+        if not colon or not name:
+            raise RuleError(
+                f"{text!r} is not a rule.\n  Write the axis and its mesh axes: 'up: fsdp'."
+            )
+        known = {kind: list(self._named(kind)) for kind in get_args(Kind)}
+        if not table:
+            table = "params" if name in known["params"] else "activations"
+        if name not in known[table]:
+            every = list(dict.fromkeys([*known["params"], *known["activations"]]))
+            raise RuleError(
+                f"the rules have no axis {name!r}.{did_you_mean(name, every)}\n"
+                f"  Axes: {', '.join(every)}."
+            )
+        have = self.problem.network.axes
+        if wrong := [axis for axis in axes if axis not in have]:
+            raise RuleError(
+                f"the mesh has no axis {wrong[0]!r}.{did_you_mean(wrong[0], have)}\n"
+                f"  Mesh axes: {', '.join(have)}."
+            )
+        return table, name, axes  # type: ignore[return-value]
+
+    def _named(self, table: Kind) -> Iterator[str]:
+        for number, row in self.names.items():
+            if self._table(number) == table:
+                yield from (name for name in row if name is not None)
+
+    def _table(self, number: int) -> Kind:
+        is_param = self.problem.classes.tensors[number].kind == "param"
+        return "params" if is_param else "activations"
+
+    def _others(self, table: Kind, name: str, axes: Sequence[str]) -> tuple[set[int], list[str]]:
+        """Returns the columns of layouts that a rule rules out, and why tensors cannot follow it.
+        A tensor that cannot follow is left free."""
+        without: set[int] = set()
+        refused = []
+        parts = self.problem.network.degree(axes)
+        for number, row in self.names.items():
+            options = self.problem.layout_variables.get(number, {})
+            if name not in row or self._table(number) != table or not options:
+                continue
+            dim = row.index(name)
+            fitting = {c for dims, c in options.items() if set(dims[dim]) == set(axes)}
+            if fitting:
+                without |= set(options.values()) - fitting
+                continue
+            length = self.problem.classes.tensors[number].shape[dim]
+            divides = length % parts == 0
+            reason = "the search does not cut it so" if divides else f"{parts} does not divide it"
+            refused.append(f"{name} of size {length}: {reason}")
+        return without, refused
+
+    def _differences(self, other: Solution) -> Iterator[str]:
+        slower, base = self._slower(other), self.solution.seconds
+        if slower <= _GAP * base:
+            yield "as quick"
+            return
+        yield f"{duration(slower)} slower, {slower / base:.1%} of a step"
+        before, after = self.solution.seconds_by_part, other.seconds_by_part
+        for part, words in PARTS.items():
+            more = after[part] - before[part]
+            if abs(more) > _WORTH_NAMING * slower:
+                yield f"{duration(abs(more))} {'more' if more > 0 else 'less'} of {words}"
+        more = other.memory_bytes - self.solution.memory_bytes
+        if abs(more) > _WORTH_NAMING * self.solution.memory_bytes:
+            yield f"{size(abs(more))} {'more' if more > 0 else 'less'} memory"
+
+
+_NEARLY_FULL = 0.9
+"""Part of the memory from which it may decide."""
+_GAP = 1e-3
+"""Relative difference that the solver does not tell apart."""

@@ -1,0 +1,104 @@
+"""What other rules would cost, and what binds."""
+
+import json
+
+import optax
+import pytest
+from unannotated_lm import LM, loss, shapes
+
+import shardlib as sl
+from shardlib.errors import RuleError
+from shardlib.humanize import duration
+
+pytestmark = pytest.mark.mesh
+
+ADAM = optax.adamw(1e-3)
+
+
+def find(dim=4096, shape=(16, 512), mesh="fsdp=4,tensor=2", **options):
+    return sl.find_rules(
+        lambda rngs: LM(rngs, dim=dim, heads=32),
+        loss=loss,
+        batch=shapes(*shape),
+        optimizer=ADAM,
+        on="8xh100",
+        mesh=mesh,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    return find()
+
+
+def test_another_rule_costs_what_its_own_solution_costs(found):
+    """The answer is the best of all layouts with the rule: a layout found under the rule alone is
+    not quicker, and the rule that was found costs nothing."""
+    other = found.why_not("up: fsdp")
+    assert other.rule == "params.up: fsdp"
+    assert 0 < other.slower_seconds < found.seconds
+    assert f"{other.slower_seconds / found.solution.seconds:.1%} of a step" in other.reasons[0]
+    assert "more of exposed gathers and sums of parameters" in str(other)
+    same = found.why_not("params.up: tensor")
+    assert same.reasons == ("as quick",)
+    whole = found.why_not("activations.up: null")
+    assert whole.slower_seconds == pytest.approx(
+        found.questions.saved_seconds("activations", "up"), rel=1e-3
+    )
+
+
+def test_what_cannot_be_says_why(found):
+    assert "does not divide" not in str(found.why_not("embed: fsdp+tensor"))
+    assert found.why_not("batch: null").slower_seconds is None
+    assert "the search does not cut it so" in str(found.why_not("batch: null"))
+
+
+WRONG = {
+    "up": "'up' is not a rule.*\n.*'up: fsdp'",
+    "upp: fsdp": "no axis 'upp'. Did you mean 'up'?",
+    "up: tensr": "the mesh has no axis 'tensr'. Did you mean 'tensor'?",
+    "up: data": "the mesh has no axis 'data'",
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_wrong_rules(found, rule):
+    with pytest.raises(RuleError, match=WRONG[rule].replace("?", r"\?")):
+        found.why_not(rule)
+
+
+def test_the_report_prices_each_rule(found):
+    priced = found.priced()
+    assert priced.binds.startswith("products bind: ")
+    cuts = {
+        f"{t}.{n}" for t in ("params", "activations") for n, cut in found.rules.table(t) if cut[0]
+    }
+    assert priced.saved.keys() == cuts
+    assert priced.saved["activations.batch"] is None
+    assert all(s >= 0 for s in priced.saved.values() if s is not None)
+    assert "a step without a rule" in str(priced)
+    assert json.loads(json.dumps(priced.to_dict()))["saved"] == priced.saved
+
+
+def test_memory_binds_where_less_of_it_makes_a_step_slower():
+    """With many microbatches a model is replicated, unless that does not fit."""
+    options = {"dim": 2048, "shape": (64, 32), "mesh": "fsdp=8", "microbatches": 8}
+    free = find(**options)
+    assert not free.questions.binding().startswith("memory")
+    tight = find(**options, memory_bytes=0.8 * free.solution.memory_bytes)
+    less = duration(tight.solution.seconds - free.solution.seconds)
+    assert tight.questions.binding() == (
+        f"memory binds: with more of it a step would take {less} less"
+    )
+
+
+def test_rules_are_compared_with_others(found):
+    hand = sl.rules.STANDARD.override(paths={"**/up/kernel": ("embed", "mlp")})
+    compared = found.compared_with(hand, "by hand")
+    rows = {pattern: (own, other) for pattern, own, other in compared.differences}
+    assert "blocks/*/up/kernel" not in rows
+    assert rows["blocks/*/down/kernel"] == ("tensor, fsdp", "fsdp, -")
+    assert compared.prices[-1].name == "by hand"
+    assert compared.prices[-1].seconds > found.prices[0].seconds
+    assert "by hand" in str(compared)
