@@ -32,6 +32,24 @@ GROUP = "shardlib.models"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How the engine runs the decoders of a family: pure functions of the module."""
+
+    pages: Callable[..., Any]
+    """`pages(model, num_pages, page_size)`: zero `shardlib.nn.attention.Pages` of each stack of
+    layers, in a tuple."""
+    step: Callable[..., Any]
+    """`step(model, tokens, rows, pages, max_length) -> (hidden [rows, embed], pages)`.
+
+    `tokens: [rows] int32`, `rows: shardlib.nn.attention.Rows`. A sequence has at most `max_length`
+    positions."""
+    logits: Callable[..., Any]
+    """`logits(model, hidden [n, embed]) -> [n, vocab]`."""
+    max_length: Callable[..., int | None]
+    """`max_length(config)`: the positions that the model has; None if any number."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """One family of models: its config and the pure functions that make and use a model."""
 
@@ -68,6 +86,8 @@ class ModelFamily:
     `shardlib_models.transformer_decode.generate`. It calls `model(tokens, segment_ids=...)` for
     logits, with 0 for padding.
     """
+    decoding: Decoding | None = None
+    """For `shardlib.engine`. None for families that it does not run."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

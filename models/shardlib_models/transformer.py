@@ -20,11 +20,12 @@ from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
 from shardlib_models.sizes import SIZES
-from shardlib_models.transformer_attention import Context, KeyValues, norm_of
+from shardlib_models.transformer_attention import Cache, Context, norm_of
 from shardlib_models.transformer_block import Block
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
 from shardlib_models.transformer_facts import choices, dims, flops_per_example, plan
+from shardlib_models.transformer_pages import DECODING
 
 
 class Transformer(nnx.Module):
@@ -108,8 +109,8 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         context: Context,
-        caches: tuple[KeyValues, ...] | None = None,
-    ) -> tuple[jax.Array, RouterStats | None, tuple[KeyValues, ...] | None]:
+        caches: tuple[Cache, ...] | None = None,
+    ) -> tuple[jax.Array, RouterStats | None, tuple[Cache, ...] | None]:
         """Returns the last residual stream [batch, length, embed], the router statistics summed
         over layers, and the caches of all layers, one for each stack."""
         config = self.config
@@ -122,7 +123,7 @@ class Transformer(nnx.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions + config.position_offset)
         else:
-            length = tokens.shape[1] if caches is None else caches[0].key.shape[2]
+            length = context.max_length or tokens.shape[1]
             context = with_rotations(context, config, positions, length)
 
         def call(layer: Block, carry: tuple[Any, Any, Any], inputs: Any) -> tuple[Any, None]:
@@ -332,6 +333,7 @@ FAMILY = ModelFamily(
     loss=loss,
     flops_per_example=flops_per_example,
     generate=generate,
+    decoding=DECODING,
     choices=choices,
     dims=dims,
     sizes=SIZES,

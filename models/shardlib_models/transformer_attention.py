@@ -1,13 +1,14 @@
 """Causal self-attention, with heads of their own or from latent vectors, and its cache."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.nn.attention import Order, attend, rotate
+from shardlib.nn.attention import Order, Pages, Rows, attend, attend_pages, rotate
+from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.rotary import Rotations
 from shardlib.nn.remat import tag
 from shardlib.sharding.constrain import constrain
@@ -28,6 +29,10 @@ class Context(NamedTuple):
     """Order of the length dim over the mesh axis `context`."""
     start: jax.Array | int = 0
     """With a cache: the first row of the new positions, scalar int32."""
+    max_length: int | None = None
+    """With a cache: the positions that a row has."""
+    rows: Rows | None = None
+    """With pages: where the rows of the only batch row belong."""
     is_local: jax.Array | None = None
     """Of one layer: whether it has the window, scalar bool; None if the config says it for all."""
     layer: jax.Array | int = 0
@@ -68,6 +73,10 @@ class KeyValues(NamedTuple):
         return take(self.key), take(self.value)
 
 
+Cache: TypeAlias = KeyValues | Pages
+"""The keys and values of a stack of layers."""
+
+
 class Attention(nnx.Module):
     """Causal self-attention with grouped heads."""
 
@@ -101,17 +110,22 @@ class Attention(nnx.Module):
         return query, key, value
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: KeyValues | None
-    ) -> tuple[jax.Array, KeyValues | None]:
+        self, x: jax.Array, context: Context, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
         copies = kv_copies(self.config) if cache is None else 1
         query, key, value = self.projected(x, context, copies)
         query = tag(constrain(query, "batch", "length", "heads", "head_dim"), "query")
         key = tag(constrain(key, "batch", "length", "kv_heads", "head_dim"), "key")
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
-        if cache is not None:
-            cache = cache.written(context, key, value)
-            key, value = cache.of_layer(context.layer)
-        y = self._attended(query, key, value, context, in_cache=cache is not None)
+        if isinstance(cache, Pages):
+            assert context.rows is not None
+            cache = cache.written(context.layer, context.rows, key[0], value[0])
+            y = self._attended_pages(query[0], cache, context)[None]
+        else:
+            if cache is not None:
+                cache = cache.written(context, key, value)
+                key, value = cache.of_layer(context.layer)
+            y = self._attended(query, key, value, context, in_cache=cache is not None)
         y = constrain(y, "batch", "length", "heads", "head_dim")
         return self.out(y), cache
 
@@ -143,6 +157,19 @@ class Attention(nnx.Module):
         # A branch each, so that the kernels know their masks.
         local, whole = functools.partial(see, config.window), functools.partial(see, None)
         return jax.lax.cond(context.is_local, local, whole, query, key, value)
+
+
+    def _attended_pages(self, query: jax.Array, pages: Pages, context: Context) -> jax.Array:
+        """Returns attention [rows, heads, value_dim] of rows to their sequences in pages."""
+        config, window = self.config, self.config.window
+        assert context.rows is not None
+        if window is not None and context.is_local is not None:
+            window = jnp.where(context.is_local, window, jnp.iinfo(jnp.int32).max)
+        mask = Mask(scale=config.query_scale, softcap=config.attention_softcap)
+        sinks = None if self.sinks is None else self.sinks[...]
+        return attend_pages(
+            query, pages, context.layer, context.rows, mask, window=window, sinks=sinks
+        )
 
 
 class LatentAttention(Attention):

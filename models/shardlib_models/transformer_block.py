@@ -11,8 +11,8 @@ from shardlib_models.layers import Linear, dropout, residual, residual_stddev, w
 from shardlib_models.moe import MoE
 from shardlib_models.transformer_attention import (
     Attention,
+    Cache,
     Context,
-    KeyValues,
     LatentAttention,
     norm_of,
 )
@@ -83,8 +83,8 @@ class Block(nnx.Module):
         self.mlp_dropout = dropout(config.dropout, rngs)
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: KeyValues | None = None
-    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        self, x: jax.Array, context: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, RouterStats | None, Cache | None]:
         """Returns the residual stream [batch, length, embed], the router statistics, and the cache
         with the new rows."""
         x = tag(x, "layer_in")
@@ -103,8 +103,8 @@ class Block(nnx.Module):
         return residual(x), stats, cache
 
     def _post(
-        self, x: jax.Array, context: Context, cache: KeyValues | None
-    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        self, x: jax.Array, context: Context, cache: Cache | None
+    ) -> tuple[jax.Array, RouterStats | None, Cache | None]:
         branch, cache = self._attended(tag(x, "attention_in"), context, cache)
         x = tag(self.attention_norm(x + branch), "mlp_in")
         branch, stats = self._mixed(x, context)
@@ -116,8 +116,8 @@ class Block(nnx.Module):
         return tag(self.mlp_norm(x), "mlp_in")
 
     def _attended(
-        self, x: jax.Array, context: Context, cache: KeyValues | None
-    ) -> tuple[jax.Array, KeyValues | None]:
+        self, x: jax.Array, context: Context, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
         """Returns what attention adds to the residual stream, and the cache with the new rows."""
         branch, cache = self.attention(whole(x), context, cache)
         branch = branch if self.attention_out_norm is None else self.attention_out_norm(branch)

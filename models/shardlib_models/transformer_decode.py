@@ -84,8 +84,9 @@ def _continued(
     batch, prompt = prompts.shape
 
     def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        at = Context(start=start, max_length=prompt + length)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _, caches = model.hidden(tokens, positions, Context(start=start), caches)
+        x, _, caches = model.hidden(tokens, positions, at, caches)
         logits = model.logits(x[:, -1:])[:, 0]
         position = start + tokens.shape[1]
         drawn = sample(logits, temperature, jax.random.fold_in(rng, position)).astype(tokens.dtype)

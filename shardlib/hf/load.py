@@ -70,7 +70,8 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool 
     )
     model = module.merge(params, model_state, jax.random.key(0))
     model.eval()
-    return Loaded(model, found.config, found.architecture, found.source, found.folder, scope)
+    made = found.family, found.architecture, found.source, found.folder
+    return Loaded(model, found.config, *made, scope)
 
 
 def read_params(

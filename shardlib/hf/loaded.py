@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.hf.architecture import Architecture
+from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
 
@@ -28,6 +30,7 @@ class Loaded:
     """The module in evaluation mode, its parameters on their devices."""
     config: Any
     """The config of its family."""
+    family: ModelFamily
     architecture: Architecture
     source: Mapping[str, Any]
     """The contents of its config.json."""
@@ -54,6 +57,16 @@ class Loaded:
             raise CheckpointError(
                 f"{path} cannot be read: {error}.\n  Download it again."
             ) from None
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer, by generation_config.json or config.json."""
+        path = self.folder / "generation_config.json"
+        described = json.loads(path.read_text()) if path.exists() else {}
+        ends = described.get("eos_token_id", self.source.get("eos_token_id"))
+        if ends is None:
+            return ()
+        return tuple(ends) if isinstance(ends, list) else (ends,)
 
     def logits(self, inputs: ArrayLike, **arrays: ArrayLike) -> Float[Array, "batch ..."]:
         """Returns the float32 logits of a batch: [batch, length, vocab] of a language model.

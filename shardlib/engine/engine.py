@@ -1,0 +1,449 @@
+"""Answers to many prompts at once, from one model on one mesh."""
+
+import collections
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from shardlib.engine.programs import Arranger, DeviceState, Programs
+from shardlib.engine.requests import Answer, FinishReason, Sampling, Token
+from shardlib.engine.sampling import Drawn
+from shardlib.engine.schedule import Scheduler, SequenceState, Step
+from shardlib.engine.texts import TextStream
+from shardlib.errors import ModelError
+from shardlib.registry import ModelFamily
+from shardlib.sharding.constrain import Scope
+
+Prompt = str | Sequence[int]
+_SMALL = 2
+"""Lanes of the smaller program that reads prompts."""
+_LEAST_ROWS = 64
+"""Rows from which XLA for CPU multiplies a row by a matrix in one way: measured on 240 random shapes,
+of which a third to two thirds differ at 32 or 48 rows and none from 56 on."""
+DEFAULT_CONTEXT = 4096
+"""Positions of a sequence where the model has any number, or more."""
+
+
+class TextTokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str) -> Any:
+        """Returns token ids, or an object that has them as `ids`."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of tokens."""
+
+
+class Servable(Protocol):
+    """A model to serve, such as the result of `hf.load`."""
+
+    @property
+    def model(self) -> nnx.Module: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def family(self) -> ModelFamily: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def end_tokens(self) -> tuple[int, ...]: ...
+    @property
+    def scope(self) -> Scope | None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt that was submitted, and its answer so far."""
+
+    sequence: SequenceState
+    stream: TextStream | None
+    deadline: float | None
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    submitted_at: float = 0.0
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def new_text(self) -> str:
+        """Returns the text that has come since the last call."""
+        return "" if self.stream is None else self.stream.shown()
+
+    def answer(self) -> Answer:
+        """Returns the complete answer."""
+        assert self.finish_reason is not None, "the answer is not complete"
+        text = "" if self.stream is None else self.stream.text
+        cached = self.sequence.num_cached or 0
+        return Answer(self.sequence.prompt, tuple(self.tokens), text, self.finish_reason, cached)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds and has done."""
+
+    num_waiting: int
+    num_running: int
+    pages: int
+    pages_used: int
+    pages_idle: int
+    """Pages that hold prefixes which no sequence uses now."""
+    num_steps: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of prompts that were found in the cache."""
+    answer_tokens: int
+    num_compiled: int
+
+
+class Engine:
+    """Continues prompts, many at once, and starts new ones between the steps of others.
+
+    A decoding step feeds one token of each sequence; lanes of the same step read new prompts. Keys
+    and values lie in pages that sequences with an equal beginning share. Each step starts before
+    the tokens of the last one are read.
+
+    Args:
+        servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`. It
+            is served on the mesh and by the rules that it was loaded under.
+        slots: Sequences that are continued at once.
+        context: Most tokens of a prompt and its answer; None for all that the model has, at most
+            4096.
+        pages: Pages of the cache; None for as many as all slots need at most.
+        page_size: Positions of a page.
+        chunk: Tokens of prompts that a step reads at most.
+        lane: Tokens of one prompt that stand together in a step; divides `chunk`.
+        prefix_cache: Whether equal beginnings of prompts are computed once.
+        overlap: Whether a step starts before the tokens of the last one are known.
+        deterministic: Whether the bits of an answer depend on its request alone, and not on other
+            requests, the prefix cache, `chunk`, preemption or `overlap`. Tested with float32
+            parameters on a CPU. Steps then have 64 rows or more.
+
+    Raises:
+        ModelError: If the model is not a decoder that the engine runs, or sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        servable: Servable,
+        *,
+        slots: int = 32,
+        context: int | None = None,
+        pages: int | None = None,
+        page_size: int = 16,
+        chunk: int = 256,
+        lane: int = 32,
+        prefix_cache: bool = True,
+        overlap: bool = True,
+        deterministic: bool = False,
+    ):
+        decoding = servable.family.decoding
+        if decoding is None:
+            raise ModelError(
+                f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
+                "  Load a language model, such as Llama or GPT-2."
+            )
+        self.context = _context(context, decoding.max_length(servable.config))
+        _check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane)
+        self.vocab_size: int = servable.config.vocab_size
+        self.tokenizer, self._ends = servable.tokenizer, servable.end_tokens
+        pages_a_row = math.ceil(self.context / page_size)
+        num_pages = 1 + (slots * pages_a_row if pages is None else pages)
+        lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
+        fewest = math.ceil(max(least_rows - slots, 0) / lane)
+        self.scheduler = Scheduler(
+            num_slots=slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_lanes=lanes,
+            lane_width=lane,
+            share_prefixes=prefix_cache,
+        )
+        self._programs = Programs(
+            servable.model,
+            decoding,
+            servable.scope,
+            num_slots=slots,
+            lane_width=lane,
+            max_length=self.context,
+        )
+        self._arranger = Arranger(
+            num_slots=slots,
+            lane_width=lane,
+            page_size=page_size,
+            pages_a_row=pages_a_row,
+            lane_counts=sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)}),
+            least_drawn=least_rows,
+        )
+        self._params = nnx.state(servable.model)
+        self._state: DeviceState = self._programs.initial(self._params, num_pages, page_size)
+        self._overlap = overlap
+        self._lock = threading.RLock()
+        self._requests: dict[SequenceState, Request] = {}
+        self._in_flight: collections.deque[tuple[Step, Drawn]] = collections.deque()
+        self._version = 0
+        self._counts = collections.Counter[str]()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        priority: int = 0,
+        timeout_seconds: float | None = None,
+        **options: Any,
+    ) -> Request:
+        """Queues a prompt; `step` computes its answer.
+
+        Args:
+            prompt: A text, or token ids.
+            sampling: How the answer is drawn, and where it ends.
+            priority: Requests with a lower one are served first.
+            timeout_seconds: The time after which the answer ends as it is.
+            options: Fields of `Sampling`, in place of it.
+
+        Raises:
+            ModelError: If the prompt is empty, too long, or has tokens that the model does not have.
+        """
+        sampling = _sampling(sampling, options)
+        tokens = self._encoded(prompt)
+        left = self.context - len(tokens)
+        if left < 1:
+            raise ModelError(
+                f"the prompt has {len(tokens)} tokens, and the context {self.context}, with 1 or "
+                "more for the answer.\n  Shorten the prompt, or give the engine a longer context."
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens > left:
+            raise ModelError(
+                f"a prompt of {len(tokens)} tokens and max_tokens={sampling.max_tokens} exceed the "
+                f"context of {self.context} tokens.\n  Ask for at most {left} tokens."
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise ModelError(
+                "stop texts need a tokenizer, and the model has none.\n  Give stop_tokens instead."
+            )
+        ends = () if sampling.ignore_end else self._ends
+        sequence = SequenceState(
+            prompt=tokens,
+            max_tokens=sampling.max_tokens or left,
+            sampling=sampling,
+            stops=frozenset((*sampling.stop_tokens, *ends)),
+            priority=priority,
+            root=b"version %d" % self._version,
+        )
+        now = time.monotonic()
+        deadline = None if timeout_seconds is None else now + timeout_seconds
+        stream = None if self.tokenizer is None else TextStream(self._decoded, sampling.stop)
+        request = Request(sequence, stream, deadline, submitted_at=now)
+        with self._lock:
+            self.scheduler.add(sequence)
+            self._requests[sequence] = request
+            self._counts["prompt"] += len(tokens)
+        return request
+
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """Ends an answer as it is; its slot and pages are free for the next step."""
+        with self._lock:
+            if not request.finished:
+                self.scheduler.end(request.sequence)
+                self._finish(request, reason)
+
+    def step(self) -> bool:
+        """Runs one step, and reads the tokens of the last one; returns whether work is left."""
+        with self._lock:
+            self._expire()
+            planned = self.scheduler.plan()
+            if planned is not None:
+                arrays = self._arranger.arrays(planned)
+                self._state, drawn = self._programs.run(self._params, self._state, arrays)
+                self._in_flight.append((planned, drawn))
+                self._counts["steps"] += 1
+            keep = 1 if self._overlap and planned is not None else 0
+            while len(self._in_flight) > keep:
+                self._read(*self._in_flight.popleft())
+            return self.scheduler.busy or bool(self._in_flight)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, **options: Any
+    ) -> list[Answer]:
+        """Returns the answers to prompts, in order. Arguments are as in `submit`."""
+        is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
+        every: Any = [prompts] if is_one else prompts
+        requests = [self.submit(prompt, sampling, **options) for prompt in every]
+        try:
+            while not all(request.finished for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [request.answer() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, **options: Any
+    ) -> Iterator[str]:
+        """Yields the text of an answer as it comes. Arguments are as in `submit`."""
+        if self.tokenizer is None:
+            raise ModelError("the model has no tokenizer.\n  Use generate, and read its ids.")
+        request = self.submit(prompt, sampling, **options)
+        try:
+            while not request.finished:
+                self.step()
+                if text := request.new_text():
+                    yield text
+        finally:
+            self.cancel(request)
+
+    def update(self, params: Any) -> None:
+        """Serves other parameters from the next step on; prefixes that the old ones made are
+        forgotten, and answers that have begun go on with the new ones.
+
+        Args:
+            params: The state of a module of the same structure and shapes.
+
+        Raises:
+            ModelError: If structure, shapes or dtypes differ.
+        """
+        _check_same(self._params, params)
+        with self._lock:
+            shardings = jax.tree.map(lambda x: x.sharding, self._params)
+            self._params = jax.device_put(params, shardings)
+            self._version += 1
+            self.scheduler.pool.forget()
+
+    def stats(self) -> EngineStats:
+        """Returns what the engine holds and has done."""
+        with self._lock:
+            scheduler, pool = self.scheduler, self.scheduler.pool
+            return EngineStats(
+                num_waiting=len(scheduler.waiting),
+                num_running=len(scheduler.running),
+                pages=pool.num_pages - 1,
+                pages_used=pool.num_used,
+                pages_idle=pool.num_idle,
+                num_steps=self._counts["steps"],
+                num_preemptions=scheduler.num_preemptions,
+                prompt_tokens=self._counts["prompt"],
+                cached_tokens=self._counts["cached"],
+                answer_tokens=self._counts["answer"],
+                num_compiled=self._programs.num_compiled,
+            )
+
+    def _read(self, step: Step, drawn: Drawn) -> None:
+        """Records the tokens of a step."""
+        drawn = jax.device_get(drawn)
+        for row in step.decodes:
+            self._record(row.sequence, drawn, row.slot)
+        for number, lane in enumerate(step.lanes):
+            if lane.draws:
+                self._record(lane.sequence, drawn, self._programs.num_slots + number)
+
+    def _record(self, sequence: SequenceState, drawn: Drawn, row: int) -> None:
+        request = self._requests.get(sequence)
+        token = int(drawn.tokens[row])
+        self.scheduler.drawn(sequence, token)
+        if request is None:
+            return
+        if request.first_token_at is None:
+            request.first_token_at = time.monotonic()
+        if token in sequence.stops:
+            self._finish(request, "stop")
+            return
+        count = sequence.sampling.logprobs or 0
+        top = zip(drawn.top_tokens[row, :count], drawn.top_logprobs[row, :count], strict=True)
+        pairs = tuple((int(token), float(logprob)) for token, logprob in top)
+        request.tokens.append(Token(token, float(drawn.logprobs[row]), pairs))
+        self._counts["answer"] += 1
+        if request.stream is not None and request.stream.add(token):
+            self.scheduler.end(sequence)
+            self._finish(request, "stop")
+        elif sequence.ended:
+            self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.stream is not None:
+            request.stream.finish()
+        request.finish_reason, request.finished_at = reason, time.monotonic()
+        self._counts["cached"] += request.sequence.num_cached or 0
+        del self._requests[request.sequence]
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]
+        for request in late:
+            self.cancel(request, "deadline")
+
+    def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ModelError("the model has no tokenizer.\n  Give token ids.")
+            encoded = self.tokenizer.encode(prompt)
+            prompt = getattr(encoded, "ids", encoded)
+        tokens = tuple(map(int, prompt))
+        if not tokens:
+            raise ModelError("the prompt has no tokens.\n  Start from 1 token or more.")
+        wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ModelError(
+                f"the prompt has the tokens {', '.join(map(str, wrong[:4]))}, and the model those "
+                f"from 0 to {self.vocab_size - 1}.\n  Encode the text with the model's tokenizer."
+            )
+        return tokens
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens))
+
+
+def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    if sampling is not None and options:
+        raise ModelError(
+            f"sampling is given, and {', '.join(options)} as well.\n"
+            "  Set these fields in the Sampling."
+        )
+    return Sampling(**options) if sampling is None else sampling
+
+
+def _context(asked: int | None, have: int | None) -> int:
+    context = min(have or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if asked is None else asked
+    if context < 2 or (have is not None and context > have):
+        most = "any number" if have is None else f"at most {have}"
+        raise ModelError(
+            f"context={context}, and the model has {most} positions.\n"
+            f"  Give from 2 to {have or DEFAULT_CONTEXT} tokens."
+        )
+    return context
+
+
+def _check_sizes(**sizes: int) -> None:
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong or sizes["chunk"] % sizes["lane"]:
+        raise ModelError(
+            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
+            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
+        )
+
+
+def _check_same(old: Any, new: Any) -> None:
+    shapes = [
+        {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
+        for leaves in (jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new))
+    ]
+    differing = sorted(
+        path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)
+    )
+    if differing:
+        raise ModelError(
+            f"the new parameters differ in {', '.join(differing[:4])}"
+            f"{' and more' if len(differing) > 4 else ''}.\n"
+            "  Give the state of a module with the same shapes and dtypes."
+        )

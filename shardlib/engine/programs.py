@@ -1,0 +1,199 @@
+"""The compiled steps of the engine, and the arrays that they read and write."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlib.engine.requests import Sampling
+from shardlib.engine.sampling import Drawn, Settings, draw
+from shardlib.engine.schedule import Step
+from shardlib.nn.attention import Pages, Rows
+from shardlib.registry import Decoding
+from shardlib.sharding.constrain import Scope, use
+
+_WHOLE = dict.fromkeys(("batch", "length", "residual_length"))
+"""Activations that are not cut: a step has one batch row, of any length."""
+
+
+class DeviceState(NamedTuple):
+    """What stays on the devices between steps."""
+
+    pages: tuple[Pages, ...]
+    tokens: jax.Array
+    """The last token of each slot: [slots] int32."""
+
+
+class StepArrays(NamedTuple):
+    """A step as arrays."""
+
+    rows: Rows
+    tokens: np.ndarray
+    """Of the rows of lanes: [lanes * width] int32."""
+    last_rows: np.ndarray
+    """Of each lane, the row of its last token; then any row, as often as needed: [n] int32."""
+    slots: np.ndarray
+    """The slot of each lane that draws a token, and of others the number of slots: [n] int32."""
+    settings: Settings
+    """Of slots, then of `last_rows`."""
+
+
+class Programs:
+    """The steps of one model.
+
+    Args:
+        model: The module.
+        decoding: How its family decodes.
+        scope: The mesh and rules, or None for one device.
+        num_slots: Rows that decode.
+        lane_width: Tokens of a lane.
+        max_length: Positions of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        decoding: Decoding,
+        scope: Scope | None,
+        *,
+        num_slots: int,
+        lane_width: int,
+        max_length: int,
+    ):
+        self._graphdef = nnx.graphdef(model)
+        self._decoding, self._scope = decoding, scope
+        self.num_slots, self.lane_width, self.max_length = num_slots, lane_width, max_length
+        self._run = jax.jit(self._step, donate_argnums=1)
+
+    def initial(self, params: nnx.State, num_pages: int, page_size: int) -> DeviceState:
+        """Returns an empty cache."""
+
+        def empty(params: nnx.State) -> DeviceState:
+            model = nnx.merge(self._graphdef, params)
+            with self._scoped():
+                pages = self._decoding.pages(model, num_pages, page_size)
+            return DeviceState(pages, jnp.zeros(self.num_slots, jnp.int32))
+
+        return jax.jit(empty)(params)
+
+    def run(
+        self, params: nnx.State, state: DeviceState, arrays: StepArrays
+    ) -> tuple[DeviceState, Drawn]:
+        """Starts a step. It is compiled once for each number of lanes; `state` is donated."""
+        return self._run(params, state, arrays)
+
+    def lower(self, params: Any, state: Any, arrays: Any) -> jax.stages.Lowered:
+        """Lowers the step for arguments that may be abstract."""
+        return self._run.lower(params, state, arrays)
+
+    @property
+    def num_compiled(self) -> int:
+        """Steps that have been compiled."""
+        return self._run._cache_size()
+
+    def _step(
+        self, params: nnx.State, state: DeviceState, arrays: StepArrays
+    ) -> tuple[DeviceState, Drawn]:
+        model, rows = nnx.merge(self._graphdef, params), arrays.rows
+        with self._scoped():
+            tokens = jnp.concatenate([state.tokens, jnp.asarray(arrays.tokens)])
+            x, pages = self._decoding.step(model, tokens, rows, state.pages, self.max_length)
+            last = jnp.concatenate([jnp.arange(self.num_slots), jnp.asarray(arrays.last_rows)])
+            logits = self._decoding.logits(model, x[last])
+        drawn = draw(logits, arrays.settings, rows.positions[last] + 1)
+        # Slots that did not decode keep their token: one that a lane draws is written after.
+        is_active = rows.pages[: self.num_slots] > 0
+        slots = jnp.where(is_active, drawn.tokens[: self.num_slots], state.tokens)
+        slots = slots.at[arrays.slots].set(drawn.tokens[self.num_slots :], mode="drop")
+        return DeviceState(pages, slots), drawn
+
+    def _scoped(self) -> contextlib.AbstractContextManager[Any]:
+        if self._scope is None:
+            return contextlib.nullcontext()
+        return use(self._scope.mesh, self._scope.rules.override(activations=_WHOLE))
+
+
+class Arranger:
+    """Writes steps as arrays.
+
+    Args:
+        num_slots: Rows that decode.
+        lane_width: Tokens of a lane.
+        page_size: Positions of a page.
+        pages_a_row: Pages of a sequence at most.
+        lane_counts: Numbers of lanes that a program may have, ascending.
+        least_drawn: Rows that draw a token at least, read or not.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        lane_width: int,
+        page_size: int,
+        pages_a_row: int,
+        lane_counts: Sequence[int],
+        least_drawn: int = 0,
+    ):
+        self.least_drawn = least_drawn
+        self.num_slots, self.lane_width = num_slots, lane_width
+        self.page_size, self.pages_a_row = page_size, pages_a_row
+        self.lane_counts = tuple(lane_counts)
+
+    def arrays(self, step: Step) -> StepArrays:
+        """Returns a step as arrays."""
+        count = next(n for n in self.lane_counts if n >= len(step.lanes))
+        slots, width = self.num_slots, self.lane_width
+        positions, pages = (np.zeros(slots + count * width, np.int32) for _ in range(2))
+        tables = np.zeros((slots, self.pages_a_row), np.int32)
+        lane_tables = np.zeros((count, self.pages_a_row), np.int32)
+        tokens = np.zeros(count * width, np.int32)
+        drawn = max(slots + count, self.least_drawn)
+        last_rows = np.zeros(drawn - slots, np.int32)
+        lane_slots = np.full(drawn - slots, slots, np.int32)
+        sampling: list[Sampling | None] = [None] * drawn
+        for row in step.decodes:
+            sampling[row.slot] = row.sequence.sampling
+            tables[row.slot, : len(row.pages)] = row.pages
+            positions[row.slot] = row.position
+            pages[row.slot] = row.pages[row.position // self.page_size]
+        for number, lane in enumerate(step.lanes):
+            lane_tables[number, : len(lane.pages)] = lane.pages
+            first, size = number * width, len(lane.tokens)
+            at = np.arange(lane.start, lane.start + size, dtype=np.int32)
+            tokens[first : first + size] = lane.tokens
+            positions[slots + first : slots + first + size] = at
+            of_pages = lane_tables[number, at // self.page_size]
+            pages[slots + first : slots + first + size] = of_pages
+            last_rows[number] = slots + first + size - 1
+            if lane.draws:
+                lane_slots[number] = lane.slot
+                sampling[slots + number] = lane.sequence.sampling
+        rows = Rows(*map(jnp.asarray, (positions, pages, tables, lane_tables)))
+        return StepArrays(rows, tokens, last_rows, lane_slots, settings_of(sampling))
+
+
+_GREEDY = Sampling()
+
+
+def settings_of(sampling: Sequence[Sampling | None]) -> Settings:
+    """Returns the settings of rows; None for rows whose token is not read."""
+
+    def column(name: str, dtype: Any) -> Any:
+        return np.asarray([getattr(s or _GREEDY, name) for s in sampling], dtype)
+
+    wants = [s is not None and s.logprobs is not None for s in sampling]
+    floats = functools.partial(column, dtype=np.float32)
+    return Settings(
+        floats("temperature"),
+        column("top_k", np.int32),
+        floats("top_p"),
+        floats("min_p"),
+        column("seed", np.uint32),
+        np.asarray(wants, np.int32),
+    )

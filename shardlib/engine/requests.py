@@ -1,0 +1,99 @@
+"""What a client asks of the engine, and what it gets."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from shardlib.errors import ModelError
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+"""Why an answer ended: at a stop token or text, at its longest, or by the client's will or time."""
+MOST_LOGPROBS = 20
+"""Alternatives that a step returns for each token. Source: the OpenAI API, `top_logprobs`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are drawn, and where it ends.
+
+    Raises:
+        ModelError: If a value is out of range; the message lists all of them.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens of the answer; None for as many as fit."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Tokens to choose from, the likeliest ones; 0 for all. Equally likely ones stay together."""
+    top_p: float = 1.0
+    """The share of probability to choose from. Source: Holtzman et al. 2020, "The Curious Case of
+    Neural Text Degeneration"."""
+    min_p: float = 0.0
+    """Least probability of a choice, as a share of the likeliest one's. Source: Nguyen et al. 2024,
+    "Turning Up the Heat: Min-p Sampling"."""
+    seed: int = 0
+    """The draw of a token depends on the seed and its position alone."""
+    stop: tuple[str, ...] = ()
+    """Texts before which the answer ends."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens before which the answer ends, besides the tokenizer's end of text."""
+    ignore_end: bool = False
+    """Whether the answer goes on after the end of text."""
+    logprobs: int | None = None
+    """Alternatives of each token to return with their log probabilities; None for none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _tuple(self.stop))
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        checks = {
+            f"max_tokens={self.max_tokens}, which must be 1 or more": self.max_tokens is None
+            or self.max_tokens >= 1,
+            f"temperature={self.temperature}, which must be 0 or more": 0
+            <= self.temperature
+            < math.inf,
+            f"top_k={self.top_k}, which must be 0 or more": self.top_k >= 0,
+            f"top_p={self.top_p}, which must be above 0 and at most 1": 0 < self.top_p <= 1,
+            f"min_p={self.min_p}, which must be from 0 to 1": 0 <= self.min_p <= 1,
+            f"seed={self.seed}, which must be from 0 to 2**32 - 1": 0 <= self.seed < 2**32,
+            "an empty stop text": all(self.stop),
+            f"logprobs={self.logprobs}, which must be from 0 to {MOST_LOGPROBS}": self.logprobs
+            is None
+            or 0 <= self.logprobs <= MOST_LOGPROBS,
+        }
+        if wrong := [words for words, holds in checks.items() if not holds]:
+            raise ModelError(f"sampling has {'; '.join(wrong)}.\n  Change these values.")
+
+
+def _tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One token of an answer."""
+
+    id: int
+    logprob: float
+    """Natural log of its probability by the model, before temperature and cuts."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their log probabilities, if the request wants them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to a prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[Token, ...]
+    text: str
+    """The text without stop texts; empty if the engine has no tokenizer."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Tokens of the prompt whose keys and values were already in the cache."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the tokens."""
+        return [token.id for token in self.tokens]

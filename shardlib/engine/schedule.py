@@ -1,0 +1,310 @@
+"""Which sequences a step works on.
+
+The scheduler knows no clock, no device and no text: the same calls lead to the same steps, so that
+several processes that are told the same agree without a word. A step is planned before the tokens
+of the step before it are known. A sequence whose last token is already asked for gives back its
+slot and pages at once, because later steps run after it.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterator
+
+from shardlib.engine.page_pool import PagePool, page_key
+from shardlib.engine.requests import Sampling
+from shardlib.errors import ModelError
+
+
+@dataclasses.dataclass(eq=False)
+class SequenceState:
+    """A prompt and its answer so far."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    stops: frozenset[int] = frozenset()
+    """Tokens that end the answer."""
+    priority: int = 0
+    """Lower ones are served first."""
+    root: bytes = b""
+    """What decides keys and values besides the tokens."""
+    number: int = 0
+    """The order of arrival."""
+    out: list[int] = dataclasses.field(default_factory=list)
+    """The tokens of the answer that are known."""
+    in_flight: int = 0
+    """Tokens of the answer that steps compute now."""
+    computed: int = 0
+    """Positions whose keys and values are in the cache once all planned steps have run."""
+    read_until: int = 0
+    """Known tokens that are read from the host; later ones come from the step before."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    num_cached: int | None = None
+    """Positions that were found in the cache at first."""
+    num_preempted: int = 0
+    ended: bool = False
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    """Of full pages of known tokens."""
+    num_offered: int = 0
+    """Pages that were offered to other sequences."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.number
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt) + len(self.out)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the answer that are known or computed now."""
+        return len(self.out) + self.in_flight
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Returns known tokens from one position to another."""
+        split = len(self.prompt)
+        return [
+            *self.prompt[start:end],
+            *self.out[max(start - split, 0) : max(end - split, 0)],
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    """One token of a sequence, drawn by the step before it, at a position."""
+
+    sequence: SequenceState
+    slot: int
+    position: int
+    pages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Known tokens of a sequence from one position on."""
+
+    sequence: SequenceState
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    draws: bool
+    """Whether a token follows the last one."""
+    pages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The work of one step."""
+
+    decodes: tuple[DecodeRow, ...]
+    lanes: tuple[Lane, ...]
+
+
+class Scheduler:
+    """Sequences that wait, and sequences that have a slot.
+
+    Args:
+        num_slots: Sequences that run at once.
+        num_pages: Pages of the cache, with page 0.
+        page_size: Positions of a page.
+        num_lanes: Lanes of a step at most.
+        lane_width: Tokens of a lane at most.
+        share_prefixes: Whether sequences share the pages of equal prefixes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        num_lanes: int,
+        lane_width: int,
+        share_prefixes: bool = True,
+    ):
+        self.pool = PagePool(num_pages)
+        self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
+        self.share_prefixes = share_prefixes
+        self.waiting: list[SequenceState] = []
+        self.running: dict[int, SequenceState] = {}
+        self._free_slots = list(range(num_slots))
+        self._count = 0
+        self.num_preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence waits or has a slot."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queues a sequence.
+
+        Raises:
+            ModelError: If it does not fit into the cache even alone.
+        """
+        longest = len(sequence.prompt) + sequence.max_tokens
+        have = self.pool.num_pages - 1
+        if self._pages_for(longest) > have:
+            raise ModelError(
+                f"{longest} tokens need {self._pages_for(longest)} pages, and the cache has "
+                f"{have}.\n  Ask for fewer tokens, or give the engine more pages."
+            )
+        self._count += 1
+        sequence.number = self._count
+        self._queue(sequence)
+
+    def end(self, sequence: SequenceState) -> None:
+        """Ends a sequence, wherever it is. Tokens that come later are dropped."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+        sequence.ended = True
+
+    def drawn(self, sequence: SequenceState, token: int) -> None:
+        """Records the next token of a sequence; the answer ends at a stop or at its longest."""
+        sequence.in_flight -= 1
+        if sequence.ended:
+            return
+        sequence.out.append(token)
+        if token in sequence.stops or len(sequence.out) == sequence.max_tokens:
+            self.end(sequence)
+        elif sequence.slot is not None:
+            self._offer(sequence)
+
+    def plan(self) -> Step | None:
+        """Returns the next step; None if there is nothing to compute until a token is known."""
+        decodes = tuple(self._decodes())
+        lanes = tuple(self._lanes())
+        for row in decodes:
+            row.sequence.computed += 1
+            row.sequence.in_flight += 1
+        for sequence in {x.sequence: None for x in (*decodes, *lanes)}:
+            if sequence.num_drawn == sequence.max_tokens:
+                self._offer(sequence)
+                self._leave(sequence)
+        return Step(decodes, lanes) if decodes or lanes else None
+
+    def _decodes(self) -> Iterator[DecodeRow]:
+        """Yields the sequences that draw one token after another, each with a page for it."""
+        for sequence in sorted(self.running.values(), key=lambda s: s.order):
+            # A later one may have been preempted for one before it.
+            is_reading = sequence.computed < sequence.read_until
+            if sequence.slot is not None and not is_reading and self._grown(sequence):
+                pages = tuple(sequence.pages)
+                yield DecodeRow(sequence, sequence.slot, sequence.computed, pages)
+
+    def _grown(self, sequence: SequenceState) -> bool:
+        """Returns whether a sequence has a page for its next position, at the cost of the last ones
+        if need be."""
+        while len(sequence.pages) <= sequence.computed // self.page_size:
+            if (pages := self.pool.take(1)) is not None:
+                sequence.pages += pages
+                continue
+            last = max(self.running.values(), key=lambda s: s.order)
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Sends a sequence back; it is computed again, with the tokens that it has."""
+        self._leave(sequence)
+        sequence.computed = sequence.num_offered = 0
+        sequence.num_preempted += 1
+        self.num_preemptions += 1
+        self._queue(sequence)
+
+    def _lanes(self) -> Iterator[Lane]:
+        """Yields the lanes of sequences whose tokens are being read, then of new ones."""
+        left = self.num_lanes
+        for sequence in sorted(self.running.values(), key=lambda s: s.order):
+            for lane in self._lanes_of(sequence, left):
+                left -= 1
+                yield lane
+        while left and (sequence := self._admitted()) is not None:
+            for lane in self._lanes_of(sequence, left):
+                left -= 1
+                yield lane
+
+    def _lanes_of(self, sequence: SequenceState, most: int) -> Iterator[Lane]:
+        while most and sequence.computed < sequence.read_until:
+            start = sequence.computed
+            end = min(start + self.lane_width, sequence.read_until)
+            draws, most = end == sequence.read_until, most - 1
+            assert sequence.slot is not None
+            tokens = tuple(sequence.tokens(start, end))
+            lane = Lane(sequence, sequence.slot, start, tokens, draws, tuple(sequence.pages))
+            sequence.computed = end
+            sequence.in_flight += draws
+            self._offer(sequence)
+            yield lane
+
+    def _admitted(self) -> SequenceState | None:
+        """Returns the first waiting sequence with a slot and pages for all its tokens."""
+        if not self.waiting or not self._free_slots:
+            return None
+        sequence = self.waiting[0]
+        if sequence.in_flight:
+            # It was preempted, and its last tokens are not known yet.
+            return None
+        known = sequence.num_known
+        # The last token is always computed: what follows it is not in the cache.
+        pages = self._shared(sequence, (known - 1) // self.page_size)
+        # A page more for each running sequence, or the new one is soon sent back.
+        taken = None
+        need = self._pages_for(known) - len(pages)
+        if self.pool.num_available >= need + len(self.running):
+            taken = self.pool.take(need)
+        if taken is None:
+            self.pool.release(pages)
+            return None
+        del self.waiting[0]
+        sequence.slot = self._free_slots.pop(0)
+        self.running[sequence.slot] = sequence
+        sequence.pages = [*pages, *taken]
+        sequence.computed = len(pages) * self.page_size
+        sequence.num_offered, sequence.read_until = len(pages), known
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.computed
+        return sequence
+
+    def _shared(self, sequence: SequenceState, most: int) -> list[int]:
+        if not self.share_prefixes:
+            return []
+        self._extend_keys(sequence, most)
+        return self.pool.shared(sequence.keys[:most])
+
+    def _offer(self, sequence: SequenceState) -> None:
+        """Offers the pages that are full of known tokens."""
+        if not self.share_prefixes:
+            return
+        full = min(sequence.computed, sequence.num_known) // self.page_size
+        self._extend_keys(sequence, full)
+        for number in range(sequence.num_offered, full):
+            self.pool.publish(sequence.pages[number], sequence.keys[number])
+        sequence.num_offered = max(sequence.num_offered, full)
+
+    def _extend_keys(self, sequence: SequenceState, count: int) -> None:
+        for number in range(len(sequence.keys), count):
+            start = number * self.page_size
+            parent = sequence.keys[-1] if sequence.keys else sequence.root
+            tokens = sequence.tokens(start, start + self.page_size)
+            sequence.keys.append(page_key(parent, tokens))
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Takes slot and pages from a sequence."""
+        if sequence.slot is None:
+            return
+        del self.running[sequence.slot]
+        bisect.insort(self._free_slots, sequence.slot)
+        sequence.slot = None
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+
+    def _queue(self, sequence: SequenceState) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,73 @@
+"""Text of tokens as they come, held back where it may still change or be a stop text."""
+
+from collections.abc import Callable, Sequence
+
+_UNFINISHED = "�"
+
+
+class TextStream:
+    """The text of an answer.
+
+    Args:
+        decode: Returns the text of tokens.
+        stop: Texts before which the answer ends.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+        self._decode, self._stop = decode, tuple(stop)
+        self._longest = max(map(len, self._stop), default=1) - 1
+        self._tokens: list[int] = []
+        # The text of tokens before `_start` is final. Those up to `_read` are shown, and stay as
+        # context: a tokenizer may write a first token differently from a later one.
+        self._start = self._read = 0
+        self.text = ""
+        """All text that is known."""
+        self.num_shown = 0
+        """Characters that `shown` has returned."""
+        self.stopped = False
+
+    def add(self, token: int) -> bool:
+        """Adds a token; returns whether a stop text is complete, which ends the answer."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._start : self._read])
+        after = self._decode(self._tokens[self._start :])
+        if after.endswith(_UNFINISHED):
+            return False
+        self._start, self._read = self._read, len(self._tokens)
+        return self._extend(after[len(before) :])
+
+    def finish(self) -> None:
+        """Adds the text of tokens that were held back, however they end."""
+        if not self.stopped and self._read < len(self._tokens):
+            before = self._decode(self._tokens[self._start : self._read])
+            self._extend(self._decode(self._tokens[self._start :])[len(before) :])
+            self._read = len(self._tokens)
+        self._longest = 0
+
+    def _extend(self, new: str) -> bool:
+        # A stop text may begin in what was known before.
+        first = max(len(self.text) - self._longest, 0)
+        self.text += new
+        found = [at for stop in self._stop if (at := self.text.find(stop, first)) >= 0]
+        if found:
+            self.text, self.stopped, self._longest = self.text[: min(found)], True, 0
+        return self.stopped
+
+    def shown(self) -> str:
+        """Returns the text that was not returned before and that no stop text can take back."""
+        end = len(self.text) - self._held_back()
+        new = self.text[self.num_shown : end]
+        self.num_shown = max(end, self.num_shown)
+        return new
+
+    def _held_back(self) -> int:
+        """Returns the length of the longest end of the text that may begin a stop text."""
+        return max(
+            (
+                size
+                for stop in self._stop
+                for size in range(1, min(self._longest, len(stop) - 1, len(self.text)) + 1)
+                if self.text.endswith(stop[:size])
+            ),
+            default=0,
+        )

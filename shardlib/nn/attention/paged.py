@@ -1,0 +1,228 @@
+"""Attention of single positions to keys and values that lie in pages.
+
+A sequence owns pages anywhere in the cache, named in order by its table. The result of a row has the
+same bits in any company: each row reads its keys in blocks of fixed size, one after the other, as
+many as its position needs, and a block that it does not see leaves its sums as they are.
+
+Sources: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", section 4; Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from shardlib.nn.attention.mask import Mask
+
+_BLOCK = 128
+"""Keys that are read at once, at least one page."""
+# Finite: of a row that has seen nothing, exp(start - start) is 1.
+_START = -1e30
+
+
+class Pages(NamedTuple):
+    """Keys and values of a stack of layers: [layers, pages, kv_heads, page_size, head_dim] each.
+
+    Rows without a sequence write into page 0, which no sequence owns.
+    """
+
+    key: Float[Array, "layers pages kv_heads page_size head_dim"]
+    value: Float[Array, "layers pages kv_heads page_size value_dim"]
+
+    def written(
+        self,
+        layer: int | Int[Array, ""],
+        rows: "Rows",
+        key: Float[Array, "rows kv_heads head_dim"],
+        value: Float[Array, "rows kv_heads value_dim"],
+    ) -> "Pages":
+        """Returns the pages with a key and a value of each row in one layer."""
+        at = rows.positions % self.key.shape[3]
+
+        def write(pages: jax.Array, new: jax.Array) -> jax.Array:
+            return pages.at[layer, rows.pages, :, at].set(new.astype(pages.dtype))
+
+        return Pages(write(self.key, key), write(self.value, value))
+
+
+class Rows(NamedTuple):
+    """Where the rows of a step belong: first a row for each slot, then `width` for each lane."""
+
+    positions: Int[Array, " rows"]
+    """The position of each row in its sequence; 0 for a row without one."""
+    pages: Int[Array, " rows"]
+    """The page that each row writes to; 0 for a row without a sequence."""
+    tables: Int[Array, "slots pages_a_row"]
+    """The pages of the sequence of each slot, in order; 0 beyond its end."""
+    lanes: Int[Array, "lanes pages_a_row"]
+    """The pages of the sequence of each lane, whose rows are consecutive positions."""
+
+
+def attend_pages(
+    query: Float[Array, "rows heads head_dim"],
+    pages: Pages,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    mask: Mask,
+    *,
+    window: Int[Array, ""] | int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "rows heads value_dim"]:
+    """Returns attention of each row to the positions of its sequence up to its own.
+
+    Args:
+        query: A query for each row.
+        pages: The cache, in which the keys and values of all rows are written.
+        layer: The layer, an int32 scalar.
+        rows: Where the rows belong.
+        mask: Scale and bound of the scores. Its window is not read.
+        window: Number of positions that a row sees, including its own; None for all.
+        sinks: As in `attend`.
+    """
+    num_rows, heads, head_dim = query.shape
+    kv_heads, value_dim = pages.key.shape[2], pages.value.shape[4]
+    group = heads // kv_heads
+    query = mask.scaled(query.astype(jnp.float32), head_dim)
+    query = query.reshape(num_rows, kv_heads, group, head_dim)
+    reader = _Reader(pages, layer, mask, window)
+    start = _Sums(
+        jnp.full((kv_heads, group), _START),
+        jnp.zeros((kv_heads, group)),
+        jnp.zeros((kv_heads, group, value_dim)),
+    )
+    slots = rows.tables.shape[0]
+    sums = reader.of_slots(query[:slots], rows.positions[:slots], rows.tables, start)
+    if rows.lanes.shape[0]:
+        parts = (x[slots:] for x in (query, rows.positions))
+        of_lanes = reader.of_lanes(*parts, rows.lanes, start)
+        sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
+    return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(pages.value.dtype)
+
+
+class _Sums(NamedTuple):
+    """Softmax sums of one row: the largest score, the sum of exponentials, and of values."""
+
+    peak: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+class _Reader(NamedTuple):
+    """Keys and values of one layer, read in blocks."""
+
+    pages: Pages
+    layer: int | jax.Array
+    mask: Mask
+    window: jax.Array | int | None
+
+    @property
+    def pages_a_block(self) -> int:
+        return max(_BLOCK // self.pages.key.shape[3], 1)
+
+    @property
+    def block(self) -> int:
+        """Positions in a block."""
+        return self.pages_a_block * self.pages.key.shape[3]
+
+    def of_slots(
+        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+    ) -> _Sums:
+        """Returns the sums of rows with a table each."""
+        tables = self._whole_blocks(tables)
+
+        def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
+            query, position, table = row
+
+            def add(number: jax.Array, sums: _Sums) -> _Sums:
+                return self._added(sums, query, position, number, *self._read(table, number))
+
+            return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
+
+        return jax.lax.map(of_row, (query, positions, tables))
+
+    def of_lanes(
+        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+    ) -> _Sums:
+        """Returns the sums of lanes, whose rows read each block together."""
+        lanes = tables.shape[0]
+        width = query.shape[0] // lanes
+        query, positions = (x.reshape(lanes, width, *x.shape[1:]) for x in (query, positions))
+        many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
+
+        def of_lane(lane: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
+            query, positions, table = lane
+
+            def add(number: jax.Array, sums: _Sums) -> _Sums:
+                key, value = self._read(table, number)
+
+                def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
+                    return self._added(*row, number, key, value)
+
+                return jax.lax.map(of_row, (sums, query, positions))
+
+            first, end = self._first(jnp.min(positions)), self._end(jnp.max(positions))
+            return jax.lax.fori_loop(first, end, add, many)
+
+        sums = jax.lax.map(of_lane, (query, positions, self._whole_blocks(tables)))
+        return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
+
+    def _whole_blocks(self, tables: jax.Array) -> jax.Array:
+        return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.pages_a_block)))
+
+    def _first(self, position: jax.Array) -> jax.Array | int:
+        """Returns the first block that a row at `position` sees."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(position - self.window + 1, 0) // self.block
+
+    def _end(self, position: jax.Array) -> jax.Array:
+        return position // self.block + 1
+
+    def _read(self, table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of one block: [kv_heads, block, dims] each."""
+        pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
+
+        def read(cache: jax.Array) -> jax.Array:
+            found = cache[self.layer, pages]
+            return jnp.moveaxis(found, 0, 1).reshape(cache.shape[2], self.block, cache.shape[4])
+
+        return read(self.pages.key), read(self.pages.value)
+
+    def _added(
+        self,
+        sums: _Sums,
+        query: jax.Array,
+        position: jax.Array,
+        number: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+    ) -> _Sums:
+        """Returns the sums of a row with one more block."""
+        wide = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(jnp.float32), **wide)
+        scores = self.mask.capped(scores)
+        at = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        seen = at <= position
+        if self.window is not None:
+            seen &= at > position - self.window
+        scores = jnp.where(seen, scores, -jnp.inf)
+        peak = jnp.maximum(sums.peak, jnp.max(scores, axis=-1))
+        weights, kept = jnp.exp(scores - peak[..., None]), jnp.exp(sums.peak - peak)
+        new = jnp.einsum("kgs,ksd->kgd", weights.astype(value.dtype), value, **wide)
+        return _Sums(
+            peak,
+            sums.total * kept + jnp.sum(weights, axis=-1),
+            sums.values * kept[..., None] + new,
+        )
+
+
+def _finished(sums: _Sums, sinks: jax.Array | None) -> jax.Array:
+    """Returns the weighted means [rows, kv_heads, group, value_dim]."""
+    if sinks is None:
+        return sums.values / sums.total[..., None]
+    sinks = sinks.astype(jnp.float32).reshape(1, *sums.peak.shape[1:])
+    peak = jnp.maximum(sums.peak, sinks)
+    kept = jnp.exp(sums.peak - peak)
+    return sums.values * kept[..., None] / (sums.total * kept + jnp.exp(sinks - peak))[..., None]
