@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import shardlib as sl
 from shardlib import hf
+from shardlib.engine import Engine
 from shardlib.hf.load import describe
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer_block import clamped_swiglu
@@ -331,6 +332,41 @@ def test_generation_with_a_cache_takes_the_tokens_of_transformers(name, tmp_path
     model, greedy = hf.load(tmp_path).model, {"temperature": 0.0, "rng": jax.random.key(0)}
     ours = jax.jit(lambda x: generate(model, x, length=12, **greedy))(prompt)
     np.testing.assert_array_equal(ours, theirs)
+
+
+def continued_as_by_transformers(folder, answers):
+    """Asserts that each token is the likeliest of transformers, or within 1e-5 of it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for answer in answers:
+        row = np.asarray([[*answer.prompt, *answer.ids]], np.int32)
+        logits = oracle(model, row)[0, len(answer.prompt) - 1 : -1]
+        chosen = np.take_along_axis(logits, np.asarray(answer.ids)[:, None], axis=-1)[:, 0]
+        assert (chosen >= logits.max(axis=-1) - 1e-5).all()
+
+
+def random_prompts(count):
+    """Prompts beyond the windows, and beyond the original length of scaled rotations."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, VOCAB, rng.integers(17, 40)).tolist() for _ in range(count)]
+
+
+def test_the_engine_continues_as_transformers_does(case):
+    folder, *_ = case
+    engine = Engine(hf.load(folder), slots=4, chunk=64)
+    answers = engine.generate(random_prompts(8), max_tokens=10, ignore_end=True)
+    assert engine.stats().num_steps < 60
+    continued_as_by_transformers(folder, answers)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2,fsdp=4", "tensor=4,data=2", "expert=2,tensor=2,fsdp=2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "deepseek_v3"])
+def test_the_engine_on_meshes(name, mesh, tmp_path):
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).save_pretrained(tmp_path)
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+        engine = Engine(hf.load(tmp_path), slots=4, chunk=64)
+    answers = engine.generate(random_prompts(6), max_tokens=10, ignore_end=True)
+    continued_as_by_transformers(tmp_path, answers)
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "granite", "gpt_oss"])

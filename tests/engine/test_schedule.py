@@ -1,0 +1,169 @@
+"""The scheduler and its pages, run against a memory of tokens in place of a model.
+
+The next token of a sequence is a digest of all before it, so that a wrong page would change it.
+"""
+
+import random
+
+import pytest
+
+from shardlib.engine.page_pool import PagePool, page_key
+from shardlib.engine.schedule import Scheduler, SequenceState
+from shardlib.errors import ModelError
+
+VOCAB = 3
+
+
+def following(tokens):
+    return hash(tuple(tokens)) % VOCAB
+
+
+class Machine:
+    """Runs steps on a memory that holds a token for each position of each page."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.size = scheduler, scheduler.page_size
+        self.memory = {}
+        self.last = {}
+        self.in_flight = []
+
+    def read(self, pages, end):
+        return [self.memory[pages[at // self.size], at % self.size] for at in range(end)]
+
+    def write(self, pages, at, token):
+        self.memory[pages[at // self.size], at % self.size] = token
+
+    def run(self):
+        """Plans and runs a step, and makes the tokens of the step before it known."""
+        step = self.scheduler.plan()
+        drawn = []
+        if step is not None:
+            assert len({row.slot for row in step.decodes}) == len(step.decodes)
+            for row in step.decodes:
+                self.write(row.pages, row.position, self.last[row.slot])
+            for lane in step.lanes:
+                for at, token in enumerate(lane.tokens, lane.start):
+                    self.write(lane.pages, at, token)
+            ends = [(row, row.position + 1) for row in step.decodes]
+            ends += [(lane, lane.start + len(lane.tokens)) for lane in step.lanes if lane.draws]
+            for row, end in ends:
+                seen = self.read(row.pages, end)
+                sequence = row.sequence
+                assert seen[: sequence.num_known] == sequence.tokens(0, end)
+                drawn.append((sequence, row.slot, following(seen)))
+            self.last |= {slot: token for _, slot, token in drawn}
+        self.in_flight.append(drawn)
+        while len(self.in_flight) > (1 if step else 0):
+            for sequence, _, token in self.in_flight.pop(0):
+                self.scheduler.drawn(sequence, token)
+        return bool(step or self.scheduler.busy)
+
+
+def whole(pool):
+    """Every page is free, used or idle, and just one of these."""
+    used = sum(users > 0 for users in pool._users)
+    assert used == pool.num_used
+    assert pool.num_available + used == pool.num_pages - 1
+    assert len({*pool._free, *pool._idle}) == pool.num_available
+
+
+def expected(sequence):
+    tokens = list(sequence.prompt)
+    while len(tokens) < len(sequence.prompt) + sequence.max_tokens:
+        tokens.append(following(tokens))
+        if tokens[-1] in sequence.stops:
+            break
+    return tokens[len(sequence.prompt) :]
+
+
+def simulate(seed, num_requests):
+    rng = random.Random(seed)
+    scheduler = Scheduler(
+        num_slots=rng.randint(1, 6),
+        num_pages=1 + rng.randint(12, 40),
+        page_size=rng.choice([1, 2, 4, 5]),
+        num_lanes=rng.randint(1, 4),
+        lane_width=rng.randint(1, 8),
+        share_prefixes=rng.random() < 0.8,
+    )
+    machine, sequences, cancelled = Machine(scheduler), [], set()
+    stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
+    while len(sequences) < num_requests or scheduler.busy or any(machine.in_flight):
+        for _ in range(rng.choice([0, 0, 1, 3]) if len(sequences) < num_requests else 0):
+            size = rng.randint(1, 10)
+            prompt = (*rng.choice(stems)[: rng.randint(0, 12)], *rng.choices(range(VOCAB), k=size))
+            room = (scheduler.pool.num_pages - 1) * scheduler.page_size - len(prompt)
+            if room < 1:
+                continue
+            sequences.append(
+                SequenceState(
+                    prompt,
+                    min(rng.randint(1, 9), room),
+                    stops=frozenset(rng.choice([(), (1,)])),
+                    priority=rng.choice([0, 0, 1]),
+                )
+            )
+            scheduler.add(sequences[-1])
+        if sequences and rng.random() < 0.05:
+            chosen = rng.choice(sequences)
+            if not chosen.ended and not len(chosen.out) == chosen.max_tokens:
+                cancelled.add(chosen)
+                scheduler.end(chosen)
+        machine.run()
+        whole(scheduler.pool)
+    for sequence in sequences:
+        found, right = sequence.out, expected(sequence)
+        assert found == right[: len(found)] if sequence in cancelled else found == right
+    assert scheduler.pool.num_used == 0
+    return scheduler.num_preemptions, sum(bool(s.num_cached) for s in sequences)
+
+
+def test_every_answer_is_right_in_any_company():
+    counts = [simulate(seed, 60) for seed in range(60)]
+    # The simulation reaches what it is for.
+    assert sum(preempted for preempted, _ in counts) > 50
+    assert sum(shared for _, shared in counts) > 100
+
+
+@pytest.mark.soak
+def test_nothing_leaks_over_many_requests():
+    for seed in range(100, 110):
+        simulate(seed, 3000)
+
+
+def test_a_prompt_that_never_fits_is_refused():
+    scheduler = Scheduler(num_slots=2, num_pages=5, page_size=4, num_lanes=1, lane_width=8)
+    with pytest.raises(ModelError, match="17 tokens need 5 pages, and the cache has 4"):
+        scheduler.add(SequenceState((0,) * 10, 7))
+    assert not scheduler.busy
+
+
+def test_a_lower_priority_goes_first():
+    scheduler = Scheduler(num_slots=1, num_pages=9, page_size=4, num_lanes=1, lane_width=8)
+    late, soon = SequenceState((0,), 2, priority=1), SequenceState((0,), 2)
+    scheduler.add(late)
+    scheduler.add(soon)
+    assert [lane.sequence for lane in scheduler.plan().lanes] == [soon]
+
+
+def test_idle_pages_are_given_away_oldest_first_and_ends_before_starts():
+    pool = PagePool(4)
+    pages = pool.take(3)
+    keys = [page_key(b"", [n]) for n in range(3)]
+    for page, key in zip(pages, keys, strict=True):
+        pool.publish(page, key)
+    pool.release(pages)
+    assert (pool.num_idle, pool.num_available) == (3, 3)
+    assert pool.take(1) == [pages[2]]
+    assert pool.shared(keys) == pages[:2]
+    assert pool.take(1) is None
+
+
+def test_forgotten_prefixes_are_not_shared():
+    pool = PagePool(3)
+    (page,) = pool.take(1)
+    pool.publish(page, b"a")
+    pool.forget()
+    assert pool.shared([b"a"]) == []
+    pool.release([page])
+    assert (pool.num_idle, pool.num_available) == (0, 2)

@@ -1,0 +1,39 @@
+"""Text as it comes: whole characters, and no part of a stop text."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib.data.tokenizer import BytesTokenizer
+from shardlib.engine.texts import TextStream
+
+DECODE = BytesTokenizer().decode
+
+
+@given(st.text("aé€b", max_size=12), st.lists(st.text("aéb", min_size=1, max_size=3), max_size=2))
+def test_what_was_shown_is_never_taken_back(text, stop):
+    stream, shown = TextStream(DECODE, stop), ""
+    for token in text.encode():
+        ended = stream.add(token)
+        shown += stream.shown()
+        if ended:
+            break
+    stream.finish()
+    shown += stream.shown()
+    ends = [at for one in stop if (at := text.find(one)) >= 0]
+    assert stream.stopped == bool(ends)
+    assert shown == stream.text
+    # Of stop texts that end at different tokens, the first to be complete decides.
+    firsts = [text.find(one) + len(one) for one in stop if one in text]
+    assert stream.text == (text if not ends else text[: _start(text, stop, min(firsts))])
+
+
+def _start(text, stop, end):
+    return min(at for one in stop if 0 <= (at := text[:end].find(one)))
+
+
+def test_bytes_that_end_within_a_character_are_shown_at_the_end():
+    stream = TextStream(DECODE)
+    assert not stream.add("é".encode()[0])
+    assert stream.shown() == ""
+    stream.finish()
+    assert stream.shown() == "�"
