@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardlib import losses as losses
     from shardlib import rules as rules
     from shardlib import testing as testing
+    from shardlib.engine import Engine as Engine
+    from shardlib.engine import Sampling as Sampling
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
     from shardlib.explain import explain as explain
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from shardlib.partitioner import partitioned as partitioned
     from shardlib.plan import plan as plan
     from shardlib.rules import AxisRules as AxisRules
+    from shardlib.run.load_run import load_run as load_run
     from shardlib.runtime.distributed import local_cpu_devices as local_cpu_devices
     from shardlib.sharding.constrain import constrain as constrain
     from shardlib.sharding.constrain import use as use
@@ -67,6 +70,7 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import shardlib` stays cheap.
 _HOME = {
     "AxisRules": "rules",
+    "Engine": "engine",
     "GuardsConfig": "train.guards",
     "LocalSGDConfig": "train.local_sgd.outer",
     "Max": "losses.aggregate",
@@ -77,6 +81,7 @@ _HOME = {
     "PipelineConfig": "train.pipeline.config",
     "Precision": "functional.precision",
     "ReductionConfig": "train.reduce.reduction",
+    "Sampling": "engine",
     "ShardlibError": "errors",
     "SpikeConfig": "train.guards",
     "Sum": "losses.aggregate",
@@ -89,6 +94,7 @@ _HOME = {
     "find_rules": "find",
     "fit_microbatches": "train.fit_microbatches",
     "init_state": "train.state",
+    "load_run": "run.load_run",
     "local_cpu_devices": "runtime.distributed",
     "make_eval_step": "train.evaluate",
     "make_local_sgd": "train.local_sgd.outer",

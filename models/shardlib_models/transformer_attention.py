@@ -158,7 +158,6 @@ class Attention(nnx.Module):
         local, whole = functools.partial(see, config.window), functools.partial(see, None)
         return jax.lax.cond(context.is_local, local, whole, query, key, value)
 
-
     def _attended_pages(self, query: jax.Array, pages: Pages, context: Context) -> jax.Array:
         """Returns attention [rows, heads, value_dim] of rows to their sequences in pages."""
         config, window = self.config, self.config.window

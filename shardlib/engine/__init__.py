@@ -7,6 +7,6 @@ tokens, and `engine` runs it.
 from shardlib.engine.engine import Engine as Engine
 from shardlib.engine.engine import EngineStats as EngineStats
 from shardlib.engine.engine import Request as Request
-from shardlib.engine.requests import Answer as Answer
+from shardlib.engine.requests import Completion as Completion
 from shardlib.engine.requests import Sampling as Sampling
 from shardlib.engine.requests import Token as Token

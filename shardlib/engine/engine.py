@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
-from shardlib.engine.programs import Arranger, DeviceState, Programs
-from shardlib.engine.requests import Answer, FinishReason, Sampling, Token
+from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms
+from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
-from shardlib.engine.schedule import Scheduler, SequenceState, Step
+from shardlib.engine.schedule import EngineStep, Scheduler, SequenceState
 from shardlib.engine.texts import TextStream
 from shardlib.errors import ModelError
 from shardlib.registry import ModelFamily
@@ -25,9 +25,8 @@ Prompt = str | Sequence[int]
 _SMALL = 2
 """Lanes of the smaller program that reads prompts."""
 _LEAST_ROWS = 64
-"""Rows from which XLA for CPU multiplies a row by a matrix in one way: measured on 240 random shapes,
-of which more than half differ at 32 or 48 rows and none from 56 on. Means over rows of a norm need
-4096 numbers or more for that."""
+"""Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
+than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
 DEFAULT_CONTEXT = 4096
 """Positions of a sequence where the model has any number, or more."""
 
@@ -40,6 +39,7 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of tokens."""
+        ...
 
 
 class Servable(Protocol):
@@ -52,7 +52,7 @@ class Servable(Protocol):
     @property
     def family(self) -> ModelFamily: ...
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> TextTokenizer | None: ...
     @property
     def end_tokens(self) -> tuple[int, ...]: ...
     @property
@@ -81,12 +81,14 @@ class Request:
         """Returns the text that has come since the last call."""
         return "" if self.stream is None else self.stream.shown()
 
-    def answer(self) -> Answer:
+    def answer(self) -> Completion:
         """Returns the complete answer."""
         assert self.finish_reason is not None, "the answer is not complete"
         text = "" if self.stream is None else self.stream.text
         cached = self.sequence.num_cached or 0
-        return Answer(self.sequence.prompt, tuple(self.tokens), text, self.finish_reason, cached)
+        return Completion(
+            self.sequence.prompt, tuple(self.tokens), text, self.finish_reason, cached
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Engine:
             lane_width=lane,
             share_prefixes=prefix_cache,
         )
-        self._programs = Programs(
+        self._programs = EnginePrograms(
             servable.model,
             decoding,
             servable.scope,
@@ -192,7 +194,7 @@ class Engine:
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
-        self._in_flight: collections.deque[tuple[Step, Drawn]] = collections.deque()
+        self._in_flight: collections.deque[tuple[EngineStep, Drawn]] = collections.deque()
         self._version = 0
         self._counts = collections.Counter[str]()
 
@@ -215,7 +217,7 @@ class Engine:
             options: Fields of `Sampling`, in place of it.
 
         Raises:
-            ModelError: If the prompt is empty, too long, or has tokens that the model does not have.
+            ModelError: If the prompt is empty, too long, or has tokens that the model lacks.
         """
         sampling = _sampling(sampling, options)
         tokens = self._encoded(prompt)
@@ -277,7 +279,7 @@ class Engine:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, **options: Any
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """Returns the answers to prompts, in order. Arguments are as in `submit`."""
         is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
         every: Any = [prompts] if is_one else prompts
@@ -337,10 +339,10 @@ class Engine:
                 prompt_tokens=self._counts["prompt"],
                 cached_tokens=self._counts["cached"],
                 answer_tokens=self._counts["answer"],
-                num_compiled=self._programs.num_compiled,
+                num_compiled=self._programs.num_traced,
             )
 
-    def _read(self, step: Step, drawn: Drawn) -> None:
+    def _read(self, step: EngineStep, drawn: Drawn) -> None:
         """Records the tokens of a step."""
         drawn = jax.device_get(drawn)
         for row in step.decodes:
@@ -402,6 +404,7 @@ class Engine:
         return tokens
 
     def _decoded(self, tokens: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "only texts are streamed"
         return self.tokenizer.decode(list(tokens))
 
 

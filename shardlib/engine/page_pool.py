@@ -1,4 +1,4 @@
-"""Pages of the cache: which sequences own them, and which prefixes they hold."""
+"""Pages of the cache, their users, and the prefixes that they hold."""
 
 import collections
 import hashlib

@@ -12,12 +12,12 @@ from flax import nnx
 
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
-from shardlib.engine.schedule import Step
+from shardlib.engine.schedule import EngineStep
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
 from shardlib.sharding.constrain import Scope, use
 
-_WHOLE = dict.fromkeys(("batch", "length", "residual_length"))
+_WHOLE: dict[str, Any] = dict.fromkeys(("batch", "length", "residual_length"))
 """Activations that are not cut: a step has one batch row, of any length."""
 
 
@@ -43,7 +43,7 @@ class StepArrays(NamedTuple):
     """Of slots, then of `last_rows`."""
 
 
-class Programs:
+class EnginePrograms:
     """The steps of one model.
 
     Args:
@@ -69,6 +69,8 @@ class Programs:
         self._decoding, self._scope = decoding, scope
         self.num_slots, self.lane_width, self.max_length = num_slots, lane_width, max_length
         self._run = jax.jit(self._step, donate_argnums=1)
+        self.num_traced = 0
+        """Steps that have been traced, and so compiled."""
 
     def initial(self, params: nnx.State, num_pages: int, page_size: int) -> DeviceState:
         """Returns an empty cache."""
@@ -91,14 +93,10 @@ class Programs:
         """Lowers the step for arguments that may be abstract."""
         return self._run.lower(params, state, arrays)
 
-    @property
-    def num_compiled(self) -> int:
-        """Steps that have been compiled."""
-        return self._run._cache_size()
-
     def _step(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
     ) -> tuple[DeviceState, Drawn]:
+        self.num_traced += 1
         model, rows = nnx.merge(self._graphdef, params), arrays.rows
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, jnp.asarray(arrays.tokens)])
@@ -145,7 +143,7 @@ class Arranger:
         self.page_size, self.pages_a_row = page_size, pages_a_row
         self.lane_counts = tuple(lane_counts)
 
-    def arrays(self, step: Step) -> StepArrays:
+    def arrays(self, step: EngineStep) -> StepArrays:
         """Returns a step as arrays."""
         count = next(n for n in self.lane_counts if n >= len(step.lanes))
         slots, width = self.num_slots, self.lane_width
@@ -195,5 +193,5 @@ def settings_of(sampling: Sequence[Sampling | None]) -> Settings:
         floats("top_p"),
         floats("min_p"),
         column("seed", np.uint32),
-        np.asarray(wants, np.int32),
+        jnp.asarray(wants, jnp.int32),
     )

@@ -1,4 +1,4 @@
-"""What a client asks of the engine, and what it gets."""
+"""Requests to the engine, and completions."""
 
 import dataclasses
 import math
@@ -82,7 +82,7 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Completion:
     """The answer to a prompt."""
 
     prompt: tuple[int, ...]

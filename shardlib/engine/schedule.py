@@ -1,4 +1,4 @@
-"""Which sequences a step works on.
+"""The scheduler: the sequences that a step works on.
 
 The scheduler knows no clock, no device and no text: the same calls lead to the same steps, so that
 several processes that are told the same agree without a word. A step is planned before the tokens
@@ -95,7 +95,7 @@ class Lane:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class EngineStep:
     """The work of one step."""
 
     decodes: tuple[DecodeRow, ...]
@@ -173,7 +173,7 @@ class Scheduler:
         elif sequence.slot is not None:
             self._offer(sequence)
 
-    def plan(self) -> Step | None:
+    def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
         decodes = tuple(self._decodes())
         lanes = tuple(self._lanes())
@@ -184,7 +184,7 @@ class Scheduler:
             if sequence.num_drawn == sequence.max_tokens:
                 self._offer(sequence)
                 self._leave(sequence)
-        return Step(decodes, lanes) if decodes or lanes else None
+        return EngineStep(decodes, lanes) if decodes or lanes else None
 
     def _decodes(self) -> Iterator[DecodeRow]:
         """Yields the sequences that draw one token after another, each with a page for it."""

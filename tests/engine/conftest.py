@@ -1,45 +1,8 @@
-"""A small decoder to serve."""
-
-import dataclasses
-from typing import Any
+"""A decoder to serve, and products in full precision."""
 
 import jax
 import pytest
-from flax import nnx
-
-from shardlib.registry import DataSpec
-from shardlib_models.transformer import FAMILY
-from shardlib_models.transformer_config import TransformerConfig
-
-VOCAB = 96
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """A model, as `hf.load` returns one."""
-
-    model: nnx.Module
-    config: Any
-    scope: Any = None
-    tokenizer: Any = None
-    end_tokens: tuple[int, ...] = ()
-    family: Any = FAMILY
-
-
-def made(scope=None, **options):
-    config = TransformerConfig(
-        embed_dim=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_dim=96,
-        vocab_size=VOCAB,
-        max_positions=256,
-        **options,
-    )
-    model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
-    model.eval()
-    return Served(model, model.config, scope)
+from small_decoder import made
 
 
 @pytest.fixture(scope="session")

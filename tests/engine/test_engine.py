@@ -1,12 +1,14 @@
 """Answers of the engine: those of the model alone, with the same bits in any company."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_decoder import VOCAB
 
-from conftest import VOCAB
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine, Sampling
 from shardlib.errors import ModelError
@@ -169,8 +171,6 @@ def test_requests_that_cannot_be_answered(served):
 
 
 def test_text_comes_as_it_is_known(served):
-    import dataclasses
-
     engine = Engine(dataclasses.replace(served, tokenizer=BytesTokenizer()), context=128)
     # The bytes of the prompt are below the vocabulary of 96.
     (whole,) = engine.generate(" 1+1=2 ", max_tokens=16, temperature=1.0, seed=3)

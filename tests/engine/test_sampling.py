@@ -7,10 +7,8 @@ import pytest
 from scipy import stats
 
 from shardlib.engine.programs import settings_of
-
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import draw
-
 
 LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
 DRAWS = 20_000

@@ -106,7 +106,7 @@ def simulate(seed, num_requests):
             scheduler.add(sequences[-1])
         if sequences and rng.random() < 0.05:
             chosen = rng.choice(sequences)
-            if not chosen.ended and not len(chosen.out) == chosen.max_tokens:
+            if not chosen.ended and len(chosen.out) != chosen.max_tokens:
                 cancelled.add(chosen)
                 scheduler.end(chosen)
         machine.run()

@@ -28,7 +28,7 @@ def test_what_was_shown_is_never_taken_back(text, stop):
 
 
 def _start(text, stop, end):
-    return min(at for one in stop if 0 <= (at := text[:end].find(one)))
+    return min(at for one in stop if (at := text[:end].find(one)) >= 0)
 
 
 def test_bytes_that_end_within_a_character_are_shown_at_the_end():

@@ -358,8 +358,16 @@ def test_the_engine_continues_as_transformers_does(case):
     continued_as_by_transformers(folder, answers)
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2,fsdp=4", "tensor=4,data=2", "expert=2,tensor=2,fsdp=2"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.rest("soak", keep=2)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gemma3", "tensor=2,fsdp=4"),
+        ("qwen3_moe", "expert=2,tensor=2,fsdp=2"),
+        ("llama", "tensor=4,data=2"),
+        ("deepseek_v3", "expert=2,tensor=2,fsdp=2"),
+    ],
+)
 def test_the_engine_on_meshes(name, mesh, tmp_path):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).save_pretrained(tmp_path)

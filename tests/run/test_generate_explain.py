@@ -8,6 +8,7 @@ import os
 import jax
 import pytest
 
+import shardlib as sl
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.config import load, to_yaml
@@ -334,3 +335,12 @@ def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
 )
 def test_explain_says_who_partitions_the_loss(lab, overrides, partition):
     assert run.explain(lab.config("unused", *overrides)).choices["partition"] == partition
+
+
+@pytest.mark.mesh
+def test_the_engine_continues_a_run_as_generate_does(finished, lab):
+    engine = sl.Engine(sl.load_run(str(finished.run_dir)), context=32)
+    prompt, words = "the quick ", {"length": 12, "temperature": 0.0}
+    (answer,) = engine.generate([prompt], max_tokens=12)
+    assert answer.text == run.generate(str(finished.run_dir), prompt, **words)
+    assert "".join(engine.stream(prompt, max_tokens=12)) == answer.text

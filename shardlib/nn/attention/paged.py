@@ -1,11 +1,12 @@
 """Attention of single positions to keys and values that lie in pages.
 
-A sequence owns pages anywhere in the cache, named in order by its table. The result of a row has the
-same bits in any company: each row reads its keys in blocks of fixed size, one after the other, as
-many as its position needs, and a block that it does not see leaves its sums as they are.
+A sequence owns pages anywhere in the cache, named in order by its table. The result of a row has
+the same bits in any company: each row reads its keys in blocks of fixed size, one after the other,
+as many as its position needs, and a block that it does not see leaves its sums as they are.
 
 Sources: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", section 4; Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+PagedAttention", section 4; Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax".
 """
 
 from typing import NamedTuple
@@ -86,7 +87,7 @@ def attend_pages(
     group = heads // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
-    reader = _Reader(pages, layer, mask, window)
+    reader = _BlockReader(pages, layer, mask, window)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
@@ -95,8 +96,7 @@ def attend_pages(
     slots = rows.tables.shape[0]
     sums = reader.of_slots(query[:slots], rows.positions[:slots], rows.tables, start)
     if rows.lanes.shape[0]:
-        parts = (x[slots:] for x in (query, rows.positions))
-        of_lanes = reader.of_lanes(*parts, rows.lanes, start)
+        of_lanes = reader.of_lanes(query[slots:], rows.positions[slots:], rows.lanes, start)
         sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
     return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(pages.value.dtype)
 
@@ -109,7 +109,7 @@ class _Sums(NamedTuple):
     values: jax.Array
 
 
-class _Reader(NamedTuple):
+class _BlockReader(NamedTuple):
     """Keys and values of one layer, read in blocks."""
 
     pages: Pages
