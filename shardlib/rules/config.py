@@ -1,6 +1,7 @@
 """Rules as the section `rules` of a config, and as text."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from shardlib.config import configclass, from_dict
@@ -43,6 +44,10 @@ class RulesConfig:
     """Rules for parameters, by logical axis."""
     activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
     """Rules for activations, by logical axis."""
+    gradients: dict[str, AxisRule] | None = None
+    """Rules for gradients where they differ from `params`; null for the preset's."""
+    opt_state: dict[str, AxisRule] | None = None
+    """Rules for optimizer state where they differ from `params`; null for the preset's."""
     paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     """Logical axes of parameters by path pattern; they replace the axes in the model's metadata."""
     names: NamesConfig | None = None
@@ -59,22 +64,22 @@ class RulesConfig:
     def build(self) -> AxisRules:
         """Returns the rules; raises `RuleError` when they are malformed."""
         start = AxisRules({}, {}) if self.preset is None else preset(self.preset)
-        rules = start.override(
-            params={name: _rule(value) for name, value in self.params.items()},
-            activations={name: _rule(value) for name, value in self.activations.items()},
-            paths=self.paths,
-        )
-        if self.names is None:
-            return rules
-        return dataclasses.replace(rules, names=self.names.build())
+        rules = start.override(_read(self.params), _read(self.activations), self.paths)
+        plain = dataclasses.replace(rules, gradients=None, opt_state=None)
+        sections = {
+            section: plain.override(_read(table))
+            for section, table in (("gradients", self.gradients), ("opt_state", self.opt_state))
+            if table is not None
+        }
+        names = self.names and self.names.build()
+        return dataclasses.replace(rules, names=names, **sections)
 
     @classmethod
     def of(cls, rules: AxisRules) -> "RulesConfig":
         """Returns rules as a config without a preset.
 
         Raises:
-            RuleError: If they place unnamed parameters, or gradients and optimizer state apart,
-                which only presets do.
+            RuleError: If they place parameters without axes (`auto`), which only presets do.
         """
         paths: dict[str, tuple[str | None, ...]] = {}
         for pattern, axes in rules.paths:
@@ -83,13 +88,15 @@ class RulesConfig:
             preset=None,
             params=_written(rules.params),
             activations=_written(rules.activations),
+            gradients=_other(rules, rules.gradients),
+            opt_state=_other(rules, rules.opt_state),
             paths=paths,
             names=_names(rules.names),
         )
         if config.build() != dataclasses.replace(rules, paths=paths):
             raise RuleError(
-                "rules with `auto`, `gradients` or `opt_state` have no table of their own.\n"
-                "  Name the preset that they change: rules: {preset: zero1, params: {...}}."
+                "rules that place parameters without axes (`auto`) have no table of their own.\n"
+                "  Name the preset that they change: rules: {preset: standard, params: {...}}."
             )
         return config
 
@@ -98,7 +105,7 @@ def to_yaml(rules: AxisRules) -> str:
     """Returns rules as YAML, as the section `rules` of a config holds them.
 
     Raises:
-        RuleError: If they place unnamed parameters, or gradients and optimizer state apart.
+        RuleError: If they place parameters without axes (`auto`).
     """
     return text_of(RulesConfig.of(rules))
 
@@ -119,8 +126,15 @@ def _names(names: ActivationNames | None) -> NamesConfig | None:
     return NamesConfig(inputs=inputs, variants=names.variants, params=params)
 
 
-def _rule(value: AxisRule) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _read(table: Mapping[str, AxisRule]) -> dict[str, Any]:
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in table.items()}
+
+
+def _other(rules: AxisRules, section: AxisRules | None) -> dict[str, AxisRule] | None:
+    """Returns the rules of a section that differ from those for parameters."""
+    if section is None:
+        return None
+    return _written(tuple(rule for rule in section.params if rule not in rules.params))
 
 
 def _written(table: Table) -> dict[str, AxisRule]:

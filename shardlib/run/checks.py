@@ -5,7 +5,7 @@ Every fault is reported at once.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -22,7 +22,7 @@ from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
 from shardlib.optim.build import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
-from shardlib.rules import ANY, STANDARD_AXES, Choice, RulesConfig, preset
+from shardlib.rules import ANY, STANDARD_AXES, Choice, RulesConfig, Section, preset
 from shardlib.run.config import DATA_CONFIGS, RunConfig
 from shardlib.run.loss import check_loss
 from shardlib.sharding.constrain import Scope
@@ -287,18 +287,18 @@ def check_activation_rules(config: RunConfig, met: set[str]) -> None:
 
 
 def _unused_rules(
-    config: RunConfig, kind: Literal["params", "activations"], noun: str, met: set[str]
+    config: RunConfig, section: Section | Literal["activations"], noun: str, met: set[str]
 ) -> list[str]:
     """Returns the fault of each rule of the config whose logical axis no tensor has."""
     if isinstance(config.rules, str):
         return []
-    start = config.rules.preset
+    start, kind = config.rules.preset, "activations" if section == "activations" else "params"
     known = {name for name, _ in preset(start).table(kind)} if start else set()
     known |= met | {ANY}
     return [
-        f"rules.{kind}.{name}: no {noun} has the logical axis {name!r}."
+        f"rules.{section}.{name}: no {noun} has the logical axis {name!r}."
         f"{did_you_mean(name, known)}\n  The model has: {', '.join(sorted(met))}."
-        for name in getattr(config.rules, kind)
+        for name in getattr(config.rules, section) or ()
         if name not in known
     ]
 
@@ -309,7 +309,8 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
         return
     placements = [*definition.params.values(), *definition.model_state.values()]
     met = {axis for p in placements for axis in p.logical_axes or () if axis is not None}
-    faults = _unused_rules(config, "params", "parameter", met)
+    sections = get_args(Section)
+    faults = [fault for s in sections for fault in _unused_rules(config, s, "parameter", met)]
     origins = {placement.origin.partition(OVERRIDES)[0] for placement in placements}
     unmatched = unmatched_patterns(definition.scope.rules, placements)
     for pattern in config.rules.paths:

@@ -1,5 +1,6 @@
 """Found rules are written as text, and read back without loss."""
 
+import dataclasses
 import json
 
 import flax.linen as linen
@@ -98,6 +99,14 @@ def test_a_pattern_of_two_rules_means_the_first():
     rules = AxisRules({"a": "fsdp", "b": None}, {}, paths={"w": ("a",)})
     text = to_yaml(rules.override(paths={"w": ("b",)}))
     assert from_yaml(text).paths == (("w", ("b",)),)
+
+
+def test_stages_of_zero_are_read_back():
+    rules = AxisRules({"embed": None, "mlp": "tensor"}, {"batch": "fsdp"}, paths={"w": ("embed",)})
+    cut = rules.override(embed="fsdp")
+    for zero in ({"opt_state": cut}, {"gradients": cut, "opt_state": cut}):
+        stage = dataclasses.replace(rules, **zero)
+        assert from_yaml(to_yaml(stage)) == stage
 
 
 def test_rules_that_only_presets_have_are_refused():
