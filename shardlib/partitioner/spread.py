@@ -63,8 +63,8 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # Linear in the first operand; the others select elements or are left out.
 _FIRST = """
     broadcast_in_dim convert_element_type copy copy_p cumsum dynamic_slice expand_dims gather imag
-    name neg real reduce_precision reduce_sum reshape rev slice split squeeze stop_gradient
-    transpose
+    name neg real reduce_precision reduce_sum reshape reshard rev slice split squeeze
+    stop_gradient transpose
 """
 _LINEAR = frozenset(_FIRST.split())
 # Linear in several operands together: the positions of the operands, None for all.
@@ -76,7 +76,9 @@ _JOINTLY: dict[str, tuple[int | None, int | None]] = {
 _ADDS_AT = frozenset({"scatter-add", "scatter_add"})
 _SUMMING = frozenset({"reduce_sum", *_PRODUCTS, *_ADDS_AT})
 _EXTREMES: dict[str, Kind] = {"reduce_max": "max", "reduce_min": "min"}
-_RESHAPING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze"})
+_RESHAPING = frozenset(
+    {"broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "squeeze"}
+)
 
 
 def joined(spreads: Sequence[Spread]) -> Spread | None:
