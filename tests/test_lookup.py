@@ -124,6 +124,21 @@ def test_an_exchange_nests_in_a_region_over_data(arguments):
     np.testing.assert_array_equal(program(*placed)[1], expected[1])
 
 
+def staged(table, ids, target):
+    """The value in a region in which `stage` is manual."""
+    return manual(value, ("stage",), (P(), P(), P()), P())(table, ids, target)
+
+
+@pytest.mark.parametrize("mesh", ["stage=2,data=2,tensor=2", "stage=2,fsdp=2,tensor=2"])
+def test_more_ids_than_rows_are_looked_up_in_a_region_over_stages(mesh, arguments):
+    table, ids, target = arguments
+    arguments = table[:128], ids % 128, target
+    program, placed = compiled(sl.make_mesh(mesh), sl.rules.STANDARD, arguments, staged)
+    found, expected = program(*placed), jax.value_and_grad(value)(*arguments)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 def test_where_regions_cannot_nest_the_table_is_gathered(arguments, monkeypatch):
     monkeypatch.setattr("shardlib.sharding.manual.NESTS_IN_MESH_ORDER_ONLY", True)
     mesh = jax.make_mesh((4, 2), ("fsdp", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -62,6 +62,11 @@ class _Exchange(NamedTuple):
     def rows_per_device(self) -> int:
         return self.shape[0] // math.prod(map(jax.lax.axis_size, self.rows))
 
+    def of_everyone(self, ids: jax.Array) -> jax.Array:
+        """Returns the ids of all devices along the axes of the width, [devices, batch, length], as
+        positions in the rows of this device."""
+        return self.local(jax.lax.all_gather(ids, self.width) if self.width else ids[None])
+
     def local(self, ids: jax.Array) -> jax.Array:
         """Returns ids as positions in the rows of this device: past their end for other rows."""
         last = self.shape[0] - 1
@@ -99,13 +104,18 @@ def lookup(
         with jax.named_scope(EXCHANGE):
             return table.at[ids].get(mode="clip")
     exchange = _exchange(table, ids, (table_axes, ids_axes, vector_axes))
-    if exchange is not None:
+    if exchange is not None and _pays(exchange, ids):
         with jax.named_scope(EXCHANGE):
             return constrain(_exchanged(exchange, table, ids), *vector_axes)
     # Gathered along its width first: from a table sharded on both dims XLA would replicate whole
     # activations. First constrained as stored, so that it is sent in its own dtype.
     stored = constrain(table, *table_axes, kind="params")
-    vectors = constrain(stored, *table_axes).at[ids].get(mode="clip")
+    gathered = constrain(stored, *table_axes)
+    if exchange is not None and _ends_the_process(exchange, ids):
+        with jax.named_scope(EXCHANGE):
+            vectors = _exchanged(exchange._replace(width=()), gathered, ids)
+            return constrain(vectors, *vector_axes)
+    vectors = gathered.at[ids].get(mode="clip")
     scope = active()
     if scope is not None and scope.parts(table_axes[0], table.shape[0]) > 1:
         # Each device looks up its own rows of the table for all positions, and the sum over
@@ -117,8 +127,7 @@ def lookup(
 def _exchange(
     table: jax.Array, ids: jax.Array, logical_axes: tuple[tuple[str, ...], ...]
 ) -> _Exchange | None:
-    """Returns how to exchange vectors; None where gathering the table sends less, or where the
-    exchange does not fit the mesh."""
+    """Returns how to exchange vectors; None where the exchange does not fit the mesh."""
     scope = active()
     if scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
         return None
@@ -127,27 +136,42 @@ def _exchange(
         entries = spec_axes(scope.sharding(names, shape, kind).spec, len(shape))
         return [tuple(name for name in entry if scope.sizes[name] > 1) for entry in entries]
 
-    def parts(mesh_axes: Axes) -> int:
-        return math.prod(scope.sizes[name] for name in mesh_axes)
-
     of_table, of_ids, of_vectors = logical_axes
     rows, width = cut(of_table, table.shape, "params")
     batch, length = cut(of_ids, ids.shape, "activations")
     placed = cut(of_vectors, (*ids.shape, table.shape[1]), "activations")
     scattered = placed[1][len(length) :]
-    pays = ids.size // parts(batch + length) < table.shape[0] // parts(rows)
-    wide = table.shape[1] // parts(width) >= MIN_WIDTH
-    # In a group along `data` XLA would gather the gradient of all vectors instead.
-    in_group = "data" in manual_axes()
-    fits = (
-        bool(width)
-        and set(width) <= {*batch, *length}
-        and placed == [batch, length + scattered, ()]
-        and scattered in ((), rows)
-    )
-    if not (((pays and wide) or in_group) and fits and can_nest(batch + length + rows)):
+    fits = placed == [batch, length + scattered, ()] and scattered in ((), rows)
+    if not (fits and can_nest(batch + length + rows)):
         return None
     return _Exchange(table.shape, table.dtype, rows, width, batch, length, scattered)
+
+
+def _pays(exchange: _Exchange, ids: jax.Array) -> bool:
+    """Returns whether devices exchange vectors, because gathering the table sends more."""
+    scope = active()
+    assert scope is not None
+
+    def parts(mesh_axes: Axes) -> int:
+        return math.prod(scope.sizes[name] for name in mesh_axes)
+
+    (num_rows, size), width = exchange.shape, exchange.width
+    cuts = exchange.batch + exchange.length
+    fewer = ids.size // parts(cuts) < num_rows // parts(exchange.rows)
+    wide = size // parts(width) >= MIN_WIDTH
+    # In a group along `data` XLA would gather the gradient of all vectors instead.
+    in_group = "data" in manual_axes()
+    return ((fewer and wide) or in_group) and bool(width) and set(width) <= set(cuts)
+
+
+def _ends_the_process(exchange: _Exchange, ids: jax.Array) -> bool:
+    """Returns whether XLA may end the process when it partitions the lookup.
+
+    XLA of jax 0.12 does in a manual region, in `ExpandDeviceGroupsWithIota`, if one mesh axis cuts
+    the rows, another one the ids, and there are at least as many ids as rows.
+    """
+    apart = bool(exchange.rows) and bool(exchange.batch + exchange.length)
+    return bool(manual_axes()) and apart and ids.size >= exchange.shape[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -160,7 +184,7 @@ def _exchanged(exchange: _Exchange, table: jax.Array, ids: jax.Array) -> jax.Arr
     """
 
     def on_device(table: jax.Array, ids: jax.Array) -> jax.Array:
-        everyone = exchange.local(jax.lax.all_gather(ids, exchange.width))
+        everyone = exchange.of_everyone(ids)
         # A position past the end is a row of another device.
         outside = "fill" if exchange.rows else "clip"
         vectors = table.at[everyone].get(mode=outside, fill_value=0 if exchange.rows else None)
@@ -170,7 +194,10 @@ def _exchanged(exchange: _Exchange, table: jax.Array, ids: jax.Array) -> jax.Arr
             )
         elif exchange.rows:
             vectors = jax.lax.psum(vectors, exchange.rows)
-        vectors = jax.lax.all_to_all(vectors, exchange.width, split_axis=0, concat_axis=2)
+        if exchange.width:
+            vectors = jax.lax.all_to_all(vectors, exchange.width, split_axis=0, concat_axis=2)
+        else:
+            vectors = vectors[0]
         return vectors.reshape(*vectors.shape[:2], -1)
 
     table_spec, ids_spec, vectors_spec = exchange.specs
@@ -192,10 +219,13 @@ def _exchanged_backward(
     apart = tuple(name for name in exchange.axes if name not in own)
 
     def on_device(ids: jax.Array, gradient: jax.Array) -> jax.Array:
-        everyone = exchange.local(jax.lax.all_gather(ids, exchange.width))
+        everyone = exchange.of_everyone(ids)
         devices = everyone.shape[0]
         gradient = gradient.reshape(*gradient.shape[:2], devices, -1)
-        gradient = jax.lax.all_to_all(gradient, exchange.width, split_axis=2, concat_axis=0)
+        if exchange.width:
+            gradient = jax.lax.all_to_all(gradient, exchange.width, split_axis=2, concat_axis=0)
+        else:
+            gradient = gradient[None, ..., 0, :]
         if exchange.scattered:
             gradient = jax.lax.all_gather(gradient, exchange.scattered, axis=2, tiled=True)
         table = jnp.zeros((exchange.rows_per_device, gradient.shape[-1]), jnp.float32)
