@@ -76,9 +76,7 @@ _JOINTLY: dict[str, tuple[int | None, int | None]] = {
 _ADDS_AT = frozenset({"scatter-add", "scatter_add"})
 _SUMMING = frozenset({"reduce_sum", *_PRODUCTS, *_ADDS_AT})
 _EXTREMES: dict[str, Kind] = {"reduce_max": "max", "reduce_min": "min"}
-_RESHAPING = frozenset(
-    {"broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "squeeze"}
-)
+_RESHAPING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "squeeze"})
 
 
 def joined(spreads: Sequence[Spread]) -> Spread | None:

@@ -181,6 +181,14 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
         jax.jit(manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
 
 
+def test_a_lookup_that_ends_the_process_of_newer_compilers(monkeypatch):
+    monkeypatch.setattr("shardlib.sharding.manual.NESTS_IN_MESH_ORDER_ONLY", True)
+    job = make_job("stage=2,data=2,tensor=2", num_layers=2)
+    text = refusal(job, microbatches=2)
+    assert re.search(r"the lookup at .*pipelines.py.* tensor cuts; .* if data cuts the ids", text)
+    assert "\n  Use shardlib.nn.lookup.lookup, more microbatches" in text
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "text"),
     [

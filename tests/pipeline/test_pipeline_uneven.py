@@ -22,7 +22,7 @@ from shardlib.nn.stages import StageCut
 from shardlib.paths import named_leaves
 from shardlib.train.pipeline import PipelineConfig, bubble_fraction
 
-MICROBATCHES = 4
+MICROBATCHES = 8
 SKIPS = PipelineConfig(skip_idle=True)
 CASES = {
     "1f1b": ("stage=4,data=2", 5, SKIPS),

@@ -42,6 +42,9 @@ class LossTrace:
     """Whether the model itself uses collective-permute, as ring attention does."""
     constrains: bool
     """Whether the model constrains an activation."""
+    ends: tuple[ClosedJaxpr, ClosedJaxpr]
+    """The parts before and after the layers. Their first arguments are the parameters, in the order
+    of their paths."""
 
 
 class _Reached(BaseException):
@@ -104,7 +107,7 @@ def trace_loss(
         any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
         for name in ("ppermute", "sharding_constraint")
     )
-    return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains)
+    return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains, (first, last))
 
 
 def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) -> None:

@@ -37,6 +37,7 @@ from shardlib.train.pipeline import exchange, padding
 from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipeline.cut import Loss, LossTrace, cut, trace_loss
 from shardlib.train.pipeline.execute import AXIS, Part, Stage, Tick, ticks
+from shardlib.train.pipeline.lookups import refuse_lookups
 from shardlib.train.pipeline.schedules import (
     Schedule,
     forward_schedule,
@@ -339,6 +340,11 @@ class _Region:
         leaves = named_leaves(self.arguments.params)
         leaves |= self._divided(self.arguments.model_state)[0]
         traced = trace_loss(loss, leaves, self._layer_paths, part)
+        if traced.constrains or self.loss.constrain == "user":  # XLA partitions
+            params = self.loss.definition.params
+            specs = {at: params[x].spec for at, x in enumerate(sorted(leaves)) if x in params}
+            for program in traced.ends:
+                refuse_lookups(program, specs, self.loss.definition.scope)
         self._layers_cut(traced.num_layers)
         return traced
 
