@@ -113,8 +113,8 @@ def lookup(
     gathered = constrain(stored, *table_axes)
     if exchange is not None and _ends_the_process(exchange, ids):
         with jax.named_scope(EXCHANGE):
-            vectors = _exchanged(exchange._replace(width=()), gathered, ids)
-            return constrain(vectors, *vector_axes)
+            narrow = exchange._replace(width=())
+            return constrain(_exchanged(narrow, gathered, ids), *vector_axes)
     vectors = gathered.at[ids].get(mode="clip")
     scope = active()
     if scope is not None and scope.parts(table_axes[0], table.shape[0]) > 1:

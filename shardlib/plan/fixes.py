@@ -196,8 +196,10 @@ def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:
 
 def _changed(workload: Workload, as_is: Plan, plan: Plan) -> Settings:
     """Returns the config keys in which two plans differ, with their new values."""
-    old = settings(as_is, workload.num_layers)
-    new = settings(plan, workload.num_layers)
+    old, new = (
+        settings(one, workload.num_layers, sums_once=workload.sums_once(one.layout))
+        for one in (as_is, plan)
+    )
     return {key: value for key, value in new.items() if old.get(key) != value}
 
 

@@ -113,6 +113,10 @@ class Workload(Protocol):
         """Returns the reasons why a layout cannot run, as sentences; empty if it can."""
         ...
 
+    def sums_once(self, layout: Layout) -> bool:
+        """Returns whether a step sums gradients over `data` once by default."""
+        ...
+
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the choices for a layout. A choice whose `layers` is not None stands for every
         number of layers up to it: the search takes the fewest that fit."""

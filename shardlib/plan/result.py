@@ -65,7 +65,9 @@ class Plans(Answer[Plan]):
         return why_not(self.workload, self.cluster, self.best, mesh)
 
     def _settings(self, plan: Plan) -> Settings:
-        return settings(plan, self.workload.num_layers, batch=self.workload.batch)
+        workload = self.workload
+        once = workload.sums_once(plan.layout)
+        return settings(plan, workload.num_layers, batch=workload.batch, sums_once=once)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data."""

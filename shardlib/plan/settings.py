@@ -44,20 +44,23 @@ def rules(layout: Layout) -> str | dict[str, Any]:
     return {"preset": preset, "activations": {"residual_length": "context+tensor"}}
 
 
-def settings(plan: Plan, num_layers: int, *, batch: int | None = None) -> Settings:
+def settings(
+    plan: Plan, num_layers: int, *, batch: int | None = None, sums_once: bool = False
+) -> Settings:
     """Returns all settings of a plan, by key path.
 
     Args:
         plan: The plan.
         num_layers: Layers of the model.
         batch: Sequences per step; None to leave the config's value.
+        sums_once: Whether gradients are summed over `data` once a step by default.
     """
     layout = plan.layout
     by_key: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
     if batch is not None:
         by_key["train.global_batch"] = batch
     by_key["train.microbatches"] = layout.microbatches
-    if layout.reduces_once:
+    if layout.reduces_once and not sums_once:
         by_key["train.reduction.dtype"] = "f32"
     if layout.offload_optimizer:
         by_key["train.offload_optimizer"] = True

@@ -319,6 +319,12 @@ def test_settings_of_a_plan():
         "model.loss_chunks": 8,
         "optimizer.momentum_dtype": "bfloat16",
     }
+    # Sums of a dense model without stages wait for the end of a step by default.
+    assert "train.reduction.dtype" in settings(plain, 32)
+    assert "train.reduction.dtype" not in settings(plain, 32, sums_once=True)
+    flat = dataclasses.replace(layout, stage=1, chunks=1)
+    assert found.workload.sums_once(flat)
+    assert not found.workload.sums_once(layout)
     assert yaml.safe_load(to_yaml(asked))["train"]["pipeline"] == {
         "schedule": "interleaved",
         "chunks_per_stage": 2,

@@ -82,20 +82,23 @@ class Tally:
         return kernels
 
 
-def step_costs(gradient: Tally, update: Tally, layout: Layout, *, sums_twice: bool) -> Costs:
+def step_costs(
+    gradient: Tally, update: Tally, layout: Layout, *, sums_once: bool, sums_twice: bool
+) -> Costs:
     """Returns the costs of a step.
 
     Args:
         gradient: Counts of one microbatch.
         update: Counts of the optimizer.
         layout: Layout with the number of microbatches.
+        sums_once: Whether gradients are summed over `data` once a step.
         sums_twice: Whether a float32 sum has twice the bytes of a sum in the program's dtype.
     """
     each, once = [], []
     started: set[tuple[Axes, str]] = set()
     for (during, moved), count in gradient.moved.items():
         for collective in _collectives(during, moved, layout, started):
-            waits = collective.overlap == "data" and layout.reduces_once
+            waits = collective.overlap == "data" and sums_once
             if waits and collective.axes == ("data",):
                 # The sum is in float32, with nothing left to hide behind.
                 times = count * (2 if sums_twice else 1)

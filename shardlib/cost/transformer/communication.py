@@ -10,8 +10,9 @@ import functools
 import math
 
 from shardlib.cost.costs import CollectiveCost, Overlap, Window
+from shardlib.cost.layout import Layout
 from shardlib.cost.transformer.computation import Device, kv_cut, matrices
-from shardlib.cost.workload import Job
+from shardlib.cost.workload import Job, Transformer
 from shardlib.nn.lookup import MIN_WIDTH
 
 FLOAT32 = 4
@@ -171,6 +172,12 @@ def embedding_weights(device: Device) -> float:
     return 0.0 if model.tied else model.vocab_weights / device.layout.tensor
 
 
+def sums_once(model: Transformer, layout: Layout) -> bool:
+    """Returns whether gradients are summed over `data` once a step by default: where no row meets
+    another, as in dense models without stages (`shardlib.train.reduce.once`)."""
+    return layout.microbatches > 1 and layout.stage == 1 and not model.routed_layers
+
+
 def replica_sums(
     device: Device, weights: LocalWeights
 ) -> tuple[list[CollectiveCost], list[CollectiveCost]]:
@@ -180,10 +187,9 @@ def replica_sums(
     compiler of shardlib's programs places the sums, they are part of each microbatch, in the
     compute dtype, and hide behind its backward pass (as seen in programs compiled for TPUs, where
     the loop over microbatches keeps them). Along `data` they are taken once a step, in float32,
-    after all computation: by default where no row meets another, as in dense models without stages
-    (`shardlib.train.reduce.once`), and with `train.reduction` (`Layout.reduces_once`). Nothing is
-    left to hide behind, but many microbatches send far less. Other programs sum once a step, behind
-    a backward pass.
+    after all computation: by default (`sums_once`), and with `train.reduction`
+    (`Layout.reduces_once`). Nothing is left to hide behind, but many microbatches send far less.
+    Other programs sum once a step, behind a backward pass.
     """
     job, layout = device.job, device.layout
     each, once = [], []
@@ -192,7 +198,6 @@ def replica_sums(
     dense, routed = (weights.dense + weights.vocab) / cut, weights.routed / cut
     pieces = job.model.layers / layout.stage + 1
     width = job.gradient_bytes if layout.microbatches == 1 else job.compute_bytes
-    by_default = layout.microbatches > 1 and layout.stage == 1 and not job.model.routed_layers
     for axis in ("context", "expert", "data"):
         size = layout.size(axis)
         if size == 1:
@@ -202,7 +207,7 @@ def replica_sums(
         hiding = sums._replace(overlap="data", window="backward")
         if not device.software.sums_each:
             once += _published_sums(device, hiding._replace(num_bytes=summed * job.gradient_bytes))
-        elif axis == "data" and (layout.reduces_once or by_default):
+        elif axis == "data" and (layout.reduces_once or sums_once(job.model, layout)):
             once.append(sums._replace(num_bytes=summed * job.gradient_bytes))
         else:
             each.append(hiding)

@@ -80,7 +80,7 @@ def as_code(plan: Plan, workload: Workload) -> str:
     stored = [f'precision="{name}"' for name, one in POLICIES.items() if one == policy]
     options = [f"microbatches={layout.microbatches}"] if layout.microbatches > 1 else []
     options += stored
-    if layout.reduces_once:
+    if layout.reduces_once and not workload.sums_once(layout):
         options.append('reduction=sl.ReductionConfig(dtype="f32")')
     lines = [
         f'mesh = sl.make_mesh("{mesh_text(layout)}")',

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, Memory, StepTime
@@ -21,10 +22,13 @@ from shardlib.cost.traced.step import TracedStep, shards
 from shardlib.errors import RuleError
 from shardlib.functional.precision import Precision
 from shardlib.hardware import Cluster
+from shardlib.jaxprs import subprograms
 from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes
 from shardlib.rules import STANDARD, AxisRules
 from shardlib.sharding.partition import Placement
+
+_DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,6 +127,17 @@ class TracedWorkload:
             return [f"data x fsdp x expert x microbatches = {parts} does not divide {self.batch}"]
         return []
 
+    def sums_once(self, layout: Layout) -> bool:
+        """Returns whether a step sums gradients over `data` once by default. Assumes that the loss
+        is a mean over rows."""
+        apart = layout.stateless and "expert" not in self.step.mesh_axes and not self._draws
+        return apart and layout.microbatches > 1
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        """Whether the program draws random numbers."""
+        return any(equation.primitive.name in _DRAWS for equation in _equations(self.step.gradient))
+
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the only choice: the program as the model wrote it."""
         return (Choice(),)
@@ -155,7 +170,7 @@ class TracedWorkload:
         found = self.step_time(fewest, cluster).total
         if fewest.microbatches == 1:
             return found
-        apart = first(lambda one: one.reduces_once, fewest)
+        apart = first(lambda one: one.reduces_once or self.sums_once(one), fewest)
         return min(found, self.step_time(apart, cluster).total)
 
     def step_time(self, layout: Layout, cluster: Cluster) -> StepTime:
@@ -166,7 +181,8 @@ class TracedWorkload:
             ConfigError: If the devices cannot multiply in the workload's precision.
         """
         wide = jnp.dtype(self.precision.compute).itemsize == 4
-        costs = step_costs(*self.costs(layout), layout, sums_twice=not wide)
+        once = layout.reduces_once or self.sums_once(layout)
+        costs = step_costs(*self.costs(layout), layout, sums_once=once, sums_twice=not wide)
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
         links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)
@@ -228,6 +244,13 @@ class TracedWorkload:
             for one in places.values()
         )
         return 3.0 * width * max(sizes, default=0.0)
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in subprograms(equation):
+            yield from _equations(body)
 
 
 def _stacked(placement: Placement) -> int:

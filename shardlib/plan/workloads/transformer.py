@@ -13,7 +13,7 @@ from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import software_on
 from shardlib.cost.machine.rates import Rates, rates_on
-from shardlib.cost.transformer import memory, step_time
+from shardlib.cost.transformer import communication, memory, step_time
 from shardlib.cost.transformer.flops import step_flops
 from shardlib.cost.workload import DOTS, FULL, NONE, Job, Remat
 from shardlib.hardware import Cluster
@@ -146,6 +146,10 @@ class TransformerWorkload:
                 "sequences of a batch"
             )
         return reasons
+
+    def sums_once(self, layout: Layout) -> bool:
+        """Returns whether a step sums gradients over `data` once by default."""
+        return communication.sums_once(self.job.model, layout)
 
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the choices for a layout."""

@@ -41,14 +41,17 @@ def refuse_lookups(program: ClosedJaxpr, specs: Mapping[int, PartitionSpec], sco
     cuts: dict[Atom, Axes] = {flat.invars[start + at]: _rows(spec) for at, spec in specs.items()}
     free = {name for name, size in scope.sizes.items() if size > 1} - set(manual_axes())
     for operation in flat.operations:
+        source = operation.invars[0] if operation.invars else None
+        if source is None or is_literal(source):
+            continue
         if operation.name == "sharding_constraint":
             cuts[operation.outvars[0]] = _rows(
                 getattr(operation.params["sharding"], "spec", PartitionSpec())
             )
-        elif operation.name in _KEEPS_ROWS and not is_literal(operation.invars[0]):
-            cuts[operation.outvars[0]] = cuts.get(operation.invars[0], ())
+        elif operation.name in _KEEPS_ROWS:
+            cuts[operation.outvars[0]] = cuts.get(source, ())
         elif operation.name == "gather" and _has_more_ids(operation):
-            rows = free.intersection(cuts.get(operation.invars[0], ()))
+            rows = free.intersection(cuts.get(source, ()))
             if rows and free - rows:
                 raise ModelError(_text(operation, sorted(rows), sorted(free - rows)))
 
@@ -60,8 +63,6 @@ def _rows(spec: PartitionSpec) -> Axes:
 
 def _has_more_ids(operation: Operation) -> bool:
     """Returns whether rows of an array are looked up by at least as many ids as there are rows."""
-    if is_literal(operation.invars[0]):
-        return False
     table, ids = (value.aval.shape for value in operation.invars)
     along = operation.params["dimension_numbers"].start_index_map
     return (
