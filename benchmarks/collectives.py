@@ -107,11 +107,6 @@ ROWS = {
 }
 
 
-WHOLE_SLICE = {
-    # x @ with_sharding_constraint(w, P()), for bfloat16 w [8192, 28672] in parts of 64 chips of a
-    # v5p-128 along its first dim, holds an all-reduce (libtpu 0.0.42); on a v5e-64 a gather.
-    "tpu": "XLA makes all-reduces of gathers over all 64 chips of a slice"
-}
 AT_SCALE = {
     16: (
         *("data=2,fsdp=8", "fsdp=16", "fsdp=8,tensor=2", "data=2,fsdp=4,tensor=2"),
@@ -201,7 +196,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
     attention = "blockwise" if cluster.platform == "gpu" else "auto"
     for mesh in flags.meshes or AT_SCALE[cluster.num_devices]:
         axes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
-        why = IDLE if "stage" in axes else WHOLE_SLICE if mesh == "fsdp=64" else {}
+        why = IDLE if "stage" in axes else {}
         for asked in map(int, flags.microbatches.split(",")):
             microbatches = max(asked, 2 * axes["stage"]) if "stage" in axes else asked
             groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))

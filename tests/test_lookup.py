@@ -108,6 +108,17 @@ def test_a_narrow_table_is_gathered(arguments):
     assert " all-to-all(" not in text_of(program)
 
 
+def test_a_narrow_table_of_a_slice_travels_in_two_hops(arguments, monkeypatch):
+    monkeypatch.setattr("shardlib.nn.lookup.slice_axis_of", lambda scope, rows: "fsdp")
+    table, ids, target = arguments
+    narrow = table[:, : WIDTH // 2], ids, target[..., : WIDTH // 2]
+    program, placed = compiled(sl.make_mesh("fsdp=8"), sl.rules.STANDARD, narrow)
+    assert "replica_groups={{0,2,4,6},{1,3,5,7}}" in text_of(program)
+    found, expected = program(*placed), jax.value_and_grad(value)(*narrow)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 def grouped(table, ids, target):
     """The value as the sum over a region in which `data` is manual."""
 

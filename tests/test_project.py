@@ -85,6 +85,16 @@ def test_gradients_are_those_of_one_device(mesh, arguments):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_kernels_of_a_slice_travel_in_two_hops(arguments, monkeypatch):
+    monkeypatch.setattr("shardlib.nn.project.slice_axis_of", lambda scope, rows: "fsdp")
+    monkeypatch.setattr("shardlib.nn.project.LEAST_GATHERED", 8)
+    expected = jax.value_and_grad(value, argnums=(0, 1, 2, 3))(*arguments)
+    program, places = compiled(sl.make_mesh("fsdp=8"), arguments)
+    assert "replica_groups={{0,2,4,6},{1,3,5,7}}" in str(program.as_text())
+    found = program(*jax.device_put(arguments, places))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 WIDE = (128, 64, 2048), (2048, 16, 128), (16, 128, 2048), (2048, 128256)
 
 
@@ -102,9 +112,12 @@ def test_the_policy_dots_keeps_the_products(arguments):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=8", "fsdp=16", pytest.param("fsdp=64", marks=pytest.mark.soak)]
+)
 def test_a_tpu_gathers_kernels_once_a_pass_and_reduces_gradients_to_parts(mesh, tpu_devices):
-    devices = tpu_devices("v5e:4x4" if mesh == "fsdp=16" else "v5e:2x4")
+    of_mesh = {"fsdp=8": "v5e:2x4", "fsdp=16": "v5e:4x4", "fsdp=64": "v5p:4x4x4"}
+    devices = tpu_devices(of_mesh[mesh])
     mesh = sl.make_mesh(mesh, devices=devices)
     program = compiled(mesh, wide(), of_layers, WHOLE_PRODUCTS)[0]
     assert_sent(program.as_text(), mesh)

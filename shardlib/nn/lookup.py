@@ -18,9 +18,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shardlib.mesh import spec_axes
+from shardlib.nn.project import slice_axis_of
 from shardlib.rules.resolve import Kind
 from shardlib.sharding.constrain import active, constrain, is_plain, manual_axes
-from shardlib.sharding.manual import can_nest, manual
+from shardlib.sharding.manual import can_nest, gather_parts, manual, sum_to_parts
 
 Axes = tuple[str, ...]
 
@@ -107,6 +108,11 @@ def lookup(
     if exchange is not None and _pays(exchange, ids):
         with jax.named_scope(EXCHANGE):
             return constrain(_exchanged(exchange, table, ids), *vector_axes)
+    scope = active()
+    if scope is not None and exchange is not None and not exchange.rows + exchange.length:
+        axis = slice_axis_of(scope, ids.shape[0])
+        if axis is not None and exchange.width == exchange.batch == (axis,):
+            return constrain(_of_slice(axis, table.shape[0], table, ids), *vector_axes)
     # Gathered along its width first: from a table sharded on both dims XLA would replicate whole
     # activations. First constrained as stored, so that it is sent in its own dtype.
     stored = constrain(table, *table_axes, kind="params")
@@ -116,7 +122,6 @@ def lookup(
             narrow = exchange._replace(width=())
             return constrain(_exchanged(narrow, gathered, ids), *vector_axes)
     vectors = gathered.at[ids].get(mode="clip")
-    scope = active()
     if scope is not None and scope.parts(table_axes[0], table.shape[0]) > 1:
         # Each device looks up its own rows of the table for all positions, and the sum over
         # devices gives the vectors. If cut along length at once, XLA would gather the table.
@@ -240,3 +245,39 @@ def _exchanged_backward(
 
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_slice(axis: str, num_rows: int, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the vectors where `axis` covers a slice of TPUs, and cuts the width and the batch.
+
+    The table is gathered, and its gradient summed, in two hops: see `sum_to_parts`.
+    """
+
+    def on_device(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return gather_parts(table, axis, 1).at[ids].get(mode="clip")
+
+    region = manual(on_device, (axis,), (P(None, axis), P(axis)), P(axis))
+    return region(table, ids)
+
+
+def _of_slice_forward(
+    axis: str, num_rows: int, table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _of_slice(axis, num_rows, table, ids), ids
+
+
+def _of_slice_backward(
+    axis: str, num_rows: int, ids: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    def on_device(ids: jax.Array, gradient: jax.Array) -> jax.Array:
+        table = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
+        table = table.at[jnp.clip(ids, -num_rows, num_rows - 1)].add(gradient)
+        # The cut dim comes first; see `project`.
+        return sum_to_parts(table.T, axis, 0).T
+
+    region = manual(on_device, (axis,), (P(axis), P(axis)), P(None, axis))
+    return region(ids, gradient), None
+
+
+_of_slice.defvjp(_of_slice_forward, _of_slice_backward)

@@ -17,11 +17,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardlib.hardware.clusters import slice_of
 from shardlib.mesh import entry_axes, spec_axes
 from shardlib.sharding.constrain import Scope, active, platform
-from shardlib.sharding.manual import manual, sum_to_parts
+from shardlib.sharding.manual import gather_parts, manual, sum_to_parts
 
 LEAST_CHIPS = 16
 """Chips of a slice over all of which XLA for TPUs (libtpu 0.0.42) makes an all-reduce of each sum,
 also where a device keeps its part alone; slices of 8 chips have none."""
+LEAST_GATHERED = 64
+"""Chips of a slice of TPU v4 or v5p over all of which libtpu makes an all-reduce of each gather."""
 VOCAB = "vocab"
 """The logical axis of the head's outputs. XLA for CPUs and GPUs gathers a head that `tensor` cuts
 for each of its two products."""
@@ -34,6 +36,8 @@ class _Placed(NamedTuple):
     gradient: NamedSharding
     slice_axis: str | None
     """The mesh axis over all chips of a TPU slice that cuts the kernel and the batch, if any."""
+    hops: int | None
+    """The dim of the kernel that is gathered over all chips of the slice in two hops, if any."""
     in_turn: bool
     """Whether the gradient of the inputs is computed first, then the kernel's, then the backward
     pass of the layers. XLA for GPUs computes a head's gradient after all layers, and keeps the
@@ -58,17 +62,18 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
     scope = active()
     if scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
         return _product(x, kernel, num_inputs)
-    slice_axis = _slice_axis(scope, x)
+    slice_axis = slice_axis_of(scope, x.shape[0])
     if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None:
         return _product(x, kernel, num_inputs)
+    stored = scope.sharding(axes, kernel.shape, "params")
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
     placed = _Placed(
         scope.sharding(axes, kernel.shape, "activations"),
         summed.sharding(axes, kernel.shape, "params"),
         slice_axis,
+        _dim_of(slice_axis, stored, kernel) if scope.mesh.size >= LEAST_GATHERED else None,
         VOCAB in axes and platform() == "gpu",
     )
-    stored = scope.sharding(axes, kernel.shape, "params")
     if stored.spec == placed.whole.spec:
         return _product(x, kernel, num_inputs)
     # First constrained as stored, so that it is sent in its own dtype; once for both passes, since
@@ -76,11 +81,11 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
     return _projected(placed, num_inputs, x, jax.lax.with_sharding_constraint(kernel, stored))
 
 
-def _slice_axis(scope: Scope, x: jax.Array) -> str | None:
-    """Returns the mesh axis that cuts the rows of `x` over all chips of a TPU slice, if any."""
+def slice_axis_of(scope: Scope, rows: int) -> str | None:
+    """Returns the mesh axis that cuts this many rows over all chips of a TPU slice, if any."""
     if not isinstance(scope.mesh, Mesh) or scope.mesh.size < LEAST_CHIPS or platform() != "tpu":
         return None
-    cut = scope.sharding(("batch",), x.shape[:1], "activations").spec[0]
+    cut = scope.sharding(("batch",), (rows,), "activations").spec[0]
     axes = [name for name in entry_axes(cut) if scope.sizes[name] == scope.mesh.size]
     one_slice = len(set(map(slice_of, scope.mesh.devices.flat))) == 1
     return axes[0] if axes and one_slice else None
@@ -91,7 +96,21 @@ def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
+def _dim_of(axis: str | None, sharding: NamedSharding, x: jax.Array) -> int | None:
+    """Returns the dim of `x` that a mesh axis cuts alone, if any."""
+    spec = spec_axes(sharding.spec, x.ndim)
+    return spec.index((axis,)) if (axis,) in spec else None
+
+
 def _gathered(placed: _Placed, kernel: jax.Array) -> jax.Array:
+    axis, dim = placed.slice_axis, placed.hops
+    if axis is not None and dim is not None:
+        parts = PartitionSpec(*[None] * dim, axis)
+
+        def whole(part: jax.Array) -> jax.Array:
+            return gather_parts(part, axis, dim)
+
+        return manual(whole, (axis,), (parts,), PartitionSpec())(kernel)
     return jax.lax.with_sharding_constraint(kernel, placed.whole)
 
 

@@ -106,7 +106,7 @@ def test_the_report_shows_a_plan_as_code_that_runs():
     [
         (Layout(fsdp=8, zero=1), "sl.rules.ZERO1"),
         (Layout(fsdp=8), "sl.rules.STANDARD"),
-        (Layout(data=8, microbatches=4), 'reduction=sl.ReductionConfig(dtype="f32")'),
+        (Layout(data=8, microbatches=4), 'make_train_step(loss, microbatches=4, precision="bf16")'),
     ],
 )
 def test_every_kind_of_plan_is_code_that_runs(layout, expected):
