@@ -6,7 +6,9 @@ batch and loss, a mesh of 8 devices, and where parameters and batch lie. Its los
 leaf by leaf, are compared with those of one device; they are wrong where a relative error is above
 1e-3. Each program runs with `constrain="auto"`, where shardlib decides where values lie, and with
 `"user"`, where XLA does. The second shows how often the partitioner of XLA gives wrong numbers, and
-by which of the faults A to E; the first has to show none. A program past the limit runs on one
+by which of the faults A to E; the first has to show none. With `"found"`, shardlib also finds the
+rules, on meshes of `data`, `fsdp` and `tensor`, and often with less memory than a program takes, so
+that it has to be cut. A program past the limit runs on one
 device again with its parameters moved in the last place. Where that alone makes half of the error
 (a ReLU whose input is zero up to rounding), it is right, and counted as `within_rounding` too.
 
@@ -43,7 +45,7 @@ PROGRAMS_PER_PROCESS = 200
 
 def records(seed: int, modes: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Runs one program, on one device and then on its mesh in each mode."""
-    from random_programs.compare import compare, run
+    from random_programs.compare import compare, compare_found, run
     from random_programs.program import draw_program
 
     program = draw_program(seed)
@@ -57,7 +59,11 @@ def records(seed: int, modes: Iterable[str]) -> Iterator[dict[str, Any]]:
     }
     expected = run(program, "data=1")
     for mode in modes:
-        result = compare(program, mode, expected)
+        result = (
+            compare_found(program, expected)
+            if mode == "found"
+            else compare(program, mode, expected)
+        )
         status = "refused" if result.refused else "wrong" if result.is_wrong else "right"
         yield about | {"constrain": mode, "status": status} | dataclasses.asdict(result)
 
@@ -167,7 +173,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", help="these seeds, separated by commas")
-    parser.add_argument("--constrain", default="user,auto", help="auto, user or both")
+    parser.add_argument("--constrain", default="user,auto", help="auto, user or found, by commas")
     parser.add_argument("--kind", default="", help="kinds of models, separated by commas")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--out", help="a file for one line of JSON for each program")

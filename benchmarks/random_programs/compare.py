@@ -12,6 +12,7 @@ import optax
 
 import shardlib as sl
 from random_programs.faults import likely_faults
+from random_programs.found import with_found_rules
 from random_programs.program import Program
 from shardlib.explain.wrong_numbers import FAULTS, wrong_numbers
 from shardlib.paths import named_leaves
@@ -76,6 +77,17 @@ def compare(program: Program, constrain: str, expected: tuple[float, Gradients])
         faults = likely_faults(program, expected[1], gradients, forward=forward)
         result = dataclasses.replace(result, faults=faults)
     return dataclasses.replace(result, told=" ".join(told), seconds=seconds)
+
+
+def compare_found(program: Program, expected: tuple[float, Gradients]) -> Outcome:
+    """Runs a program under rules that are found for it, and compares it with one device."""
+    start = time.perf_counter()
+    try:
+        placed = with_found_rules(program)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Outcome(refused=text[:2000], seconds=time.perf_counter() - start)
+    return compare(placed, "auto", expected)
 
 
 def outcome(expected: tuple[float, Gradients], actual: tuple[float, Gradients]) -> Outcome:
