@@ -10,7 +10,7 @@ from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
-from shardlib.find.trace import trace_loss
+from shardlib.find.trace import fsdp_alone, trace_loss
 from shardlib.functional import Inputs
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
@@ -18,7 +18,7 @@ from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.tracing import LossFn, trace_workload
-from shardlib.rules import FSDP, AxisRules
+from shardlib.rules import AxisRules
 
 
 def find_rules(
@@ -80,8 +80,9 @@ def find_rules(
         )
     cluster, dtypes = of_one_kind(on), precision_named(precision)
     traced = trace_loss(make, loss, batch, optimizer, inputs, dtypes)
+    placed = rules or fsdp_alone(traced.module.axes)
     workload = trace_workload(
-        make, optimizer, loss, batch, rules=rules or FSDP, inputs=inputs, precision=dtypes
+        make, optimizer, loss, batch, rules=placed, inputs=inputs, precision=dtypes
     )
     classes = Classes(traced.program, traced.paths)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes

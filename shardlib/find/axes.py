@@ -322,6 +322,9 @@ class TracedAxes:
         stacked = []
         for tensor, var in zip(results[num_carry:], operation.outvars[num_carry:], strict=True):
             whole = self._tensor(var.aval, "activation")
+            if len(operands) > kept:
+                # The backward pass reads both along the same loop.
+                self.dims.connect(operands[kept].nodes[0], whole.nodes[0])
             for outside, inside in zip(whole.nodes[1:], tensor.nodes, strict=True):
                 self.dims.connect(outside, inside)
             stacked.append(whole)

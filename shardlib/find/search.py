@@ -20,13 +20,13 @@ from shardlib.find.named_choices import Cut
 from shardlib.find.names import named_rules
 from shardlib.find.problem import LayoutProblem, Objective, Solution
 from shardlib.find.questions import Questions
-from shardlib.find.trace import INPUT, TracedLoss
+from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import predicted_traffic
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
-from shardlib.rules import FSDP, SEQUENCE, STANDARD, AxisRules
+from shardlib.rules import SEQUENCE, STANDARD, AxisRules
 from shardlib.sharding.partition import place
 
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -117,7 +117,8 @@ class Search:
         prices = [price for price, *_ in ranked]
         if self.given is None and self._divides(layout.num_devices):
             alone = Layout(fsdp=layout.num_devices, microbatches=self.microbatches)
-            prices.append(self._price(f"fsdp={layout.num_devices}", FSDP, alone))
+            rules = fsdp_alone(self.traced.module.axes)
+            prices.append(self._price(f"fsdp={layout.num_devices}", rules, alone))
         return FoundRules(
             sizes,
             self.cluster.name,

@@ -10,13 +10,19 @@ from jaxtyping import PyTree
 from shardlib.cost.traced.rules import constrained_names
 from shardlib.errors import DataError, ModelError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
-from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
+from shardlib.functional import (
+    AxesByPath,
+    FunctionalModule,
+    Inputs,
+    functional,
+    refuse_no_params,
+)
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
 from shardlib.plan.workloads.tracing import LossFn, naming, total_loss
-from shardlib.rules import FSDP
+from shardlib.rules import FSDP, AxisRules
 
 INPUT = "<batch>/"
 """Before the paths of the leaves of a batch."""
@@ -35,6 +41,17 @@ class TracedLoss:
     state_bytes: float
     """Bytes of state for an element of a parameter: the parameter, a float32 gradient and its part
     of the optimizer state."""
+
+
+def fsdp_alone(axes: AxesByPath) -> AxisRules:
+    """Returns the rules of `fsdp`, also for names that only the model knows.
+
+    Args:
+        axes: The logical axes that the model names, by path.
+    """
+    named = {name for names in axes.values() for name in names or () if name is not None}
+    unknown = sorted(named.difference(name for name, _ in FSDP.params))
+    return FSDP.override(params={name: ["fsdp", None] for name in unknown})
 
 
 def trace_loss(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from unannotated_lm import LM, batch, loss, shapes
 
 import shardlib as sl
@@ -256,3 +257,27 @@ def test_they_send_no_more_than_rules_written_by_hand(mesh):
     by_hand = sl.rules.STANDARD.override(paths=HAND)
     # Sums of the loss and of norms are all that may differ.
     assert sent(find(large, mesh=mesh).rules) <= 1.02 * sent(by_hand)
+
+
+class Own(nnx.Module):
+    """It has names that no preset knows, and reads its sequence in a loop."""
+
+    def __init__(self, rngs):
+        normal = jax.random.normal(rngs.params(), (64, 512))
+        self.weight = nnx.Param(normal, out_sharding=("ins", "outs"))
+
+    def __call__(self, x):
+        def trip(carry, row):
+            return carry, jnp.tanh(row @ self.weight[...])
+
+        return jax.lax.scan(trip, 0.0, x.swapaxes(0, 1))[1]
+
+
+def test_names_of_ones_own_and_the_axis_of_a_loop():
+    x = {"x": jax.ShapeDtypeStruct((16, 32, 64), jnp.float32)}
+    found = find(Own, loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batch=x)
+    assert dict(found.rules.paths)["weight"] == ("ins", "outs")
+    (lengths,) = (n for n, axis in enumerate(found.classes.axes) if axis.size == 32)
+    stacked = [t for t in found.classes.tensors if t.shape == (32, 16, 512)]
+    assert stacked
+    assert all(t.axes[0] == lengths for t in stacked)
