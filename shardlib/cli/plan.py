@@ -109,6 +109,10 @@ def plan(
     verified = None
     if verify:
         verified = _verified(plans, str(config), overrides, length, verify)  # type: ignore[arg-type]
+    if not as_json:
+        print(plans)
+        if verified:
+            console().print(verified.table())
     found = None
     if rules:
         found = _found(plans, str(config), overrides, length)  # type: ignore[arg-type]
@@ -119,11 +123,7 @@ def plan(
         if found:
             facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
         print(json.dumps(facts, indent=2))
-        return
-    print(plans)
-    if verified:
-        console().print(verified.table())
-    if found:
+    elif found:
         _show(found, answers, plans)  # type: ignore[arg-type]
 
 

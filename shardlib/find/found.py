@@ -115,6 +115,11 @@ class FoundRules(Report):
         return ",".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "data=1"
 
     @property
+    def microbatches(self) -> int:
+        """Parts of a batch that run one after the other."""
+        return self.questions.problem.objective.microbatches
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step by the integer program, without the cost of rules."""
         return self.solution.seconds - self.solution.seconds_by_part["rules"]
@@ -131,7 +136,7 @@ class FoundRules(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data for JSON.
 
-        - `cluster`, `mesh` (as text), `seconds` (of a step, by the integer program),
+        - `cluster`, `mesh` (as text), `microbatches`, `seconds` (of a step by the integer program),
           `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`, `memory_bytes` (of
           state and saved activations) and `capacity_bytes`.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
@@ -146,6 +151,7 @@ class FoundRules(Report):
         return {
             "cluster": self.cluster,
             "mesh": self.mesh_text,
+            "microbatches": self.microbatches,
             "seconds": self.seconds,
             "bound_seconds": solution.bound_seconds,
             "gap": solution.gap,

@@ -143,7 +143,8 @@ def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
     assert found["gap"] <= 1e-3
     assert shows("auto") == 0
     out = capsys.readouterr().out
-    assert f"Train under found rules: mesh={found['mesh']} rules=auto" in out.replace("\n", "")
+    settings = f"mesh={found['mesh']} train.microbatches=1 rules=auto"
+    assert f"Train under found rules: {settings}" in out
     assert shows("standard") == 2
     assert "Write --rules auto to find rules" in capsys.readouterr().err
 

@@ -22,6 +22,7 @@ from shardlib.run.checks import check_fit
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
 from shardlib.run.setup import Devices, data_of, model_maker
+from shardlib.train.reduce.reduction import ReductionConfig
 
 Notify = Callable[[str], None]
 
@@ -116,7 +117,8 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
 
 
 def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
-    """Returns the rules for a planned run, on the best mesh of the cluster of its plans.
+    """Returns the rules for a planned run, on the best mesh of the cluster of its plans, with the
+    fewest microbatches that fit.
 
     Args:
         config: The run, with the length that the plans have.
@@ -126,18 +128,21 @@ def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRule
     Raises:
         ShardlibError: The errors of `find_for_run`.
     """
-    train = dataclasses.replace(config.train, global_batch=plans.workload.batch)
+    train = config.train
+    is_split = train.local_sgd is not None or train.reduction != ReductionConfig()
+    counted = {} if is_split else {"microbatches": AUTO}
+    train = dataclasses.replace(train, global_batch=plans.workload.batch, **counted)
     config = dataclasses.replace(config, train=train, mesh=AUTO, rules=AUTO)
     return find_for_run(config, plans.cluster, notify)
 
 
 def beside(found: FoundRules, plans: Plans) -> str:
     """Returns a line that compares found rules with the best plan."""
-    price, best = found.prices[0], plans.best
+    price, best, parts = found.prices[0], plans.best, found.microbatches
     return (
         f"found rules on {found.mesh_text}: {duration(price.seconds)} a step; the first plan, "
         f"{best.layout}: {duration(best.seconds)}. Train under found rules: "
-        f"mesh={found.mesh_text} rules=auto"
+        f"mesh={found.mesh_text} train.microbatches={parts} rules=auto"
     )
 
 
