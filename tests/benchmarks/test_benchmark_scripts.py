@@ -46,6 +46,15 @@ def test_step_overhead():
         assert found[f"losses_apart_{mesh}"] < 1e-5, mesh
 
 
+def test_serving():
+    found = figures(
+        "serving.py", "--requests=2", "--rounds=1", "--layers=1", "--without-transformers"
+    )
+    assert found["tokens_per_second"] > 0
+    assert 0 < found["host_share"] < 1
+    assert (found["programs"], found["programs_later"]) == (2, 0)
+
+
 @pytest.mark.soak
 def test_init_memory():
     found = figures("init_memory.py", "--layers=1", "--embed=512", "--vocab=32768")

@@ -1,0 +1,193 @@
+"""Answers per second of `sl.Engine` against continuous batching of transformers, in one run.
+
+A Llama of 134 million float32 parameters with random weights continues prompts of 64 to 191 random
+tokens by 64 tokens each, greedily, on the cores of this machine. Both read the same folder, and
+take turns in one process; the figures are medians of the rounds.
+
+- tokens_per_second: tokens of answers over wall time, and their `ratio`;
+- host_share: of a step, the time that neither runs the program nor waits for it, without overlap;
+- programs: compiled steps, and how many more after the first round;
+- prefix_ratio: time to the first token of a prompt of 1,024 tokens of which 90 % are in the cache,
+  over that of a new one;
+- stall_ratio: 99th percentile of the time of a step while a prompt of 2,048 tokens is read in
+  chunks of 64, over that of steps that only decode, with 8 sequences that run;
+- resident_mb: resident memory beyond weights and pages, before transformers is imported.
+
+    python benchmarks/serving.py [--requests 64] [--rounds 3] [--layers 12] [--without-transformers]
+
+The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import numpy as np
+from flax import nnx
+
+import shardlib as sl
+from shardlib.registry import DataSpec
+from shardlib_models.transformer import make
+from shardlib_models.transformer_config import TransformerConfig
+
+ANSWER = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--without-transformers", action="store_true")
+    asked = parser.parse_args()
+    config = TransformerConfig(
+        embed_dim=768,
+        num_layers=asked.layers,
+        num_heads=12,
+        num_kv_heads=12,
+        mlp_dim=2048,
+        vocab_size=32000,
+        max_positions=4096,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        sl.hf.save(make(config, DataSpec(), nnx.Rngs(0)), folder)
+        figures = measured(Path(folder), asked)
+    print(json.dumps(figures))
+
+
+def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(64, 192, asked.requests)
+    prompts = [rng.integers(0, 32000, size).tolist() for size in sizes]
+    loaded = sl.hf.load(folder)
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
+    engine = sl.Engine(loaded, context=2304, pages=32 * 40, prefix_cache=False)
+    engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
+    programs = engine.stats().num_compiled
+    ours, theirs = [rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)])], []
+    pages = sum(x.nbytes for x in jax.tree.leaves(engine._state.pages))
+    beyond = resident() - weights - pages
+    peer = None if asked.without_transformers else Peer(folder)
+    for _ in range(asked.rounds):
+        ours.append(rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)]))
+        if peer is not None:
+            theirs.append(rate(lambda: peer.counts(prompts)))
+        print("tokens per second:", ours[-1], theirs[-1:] or "")
+    figures: dict[str, Any] = {
+        "tokens_per_second": statistics.median(ours),
+        "programs": programs,
+        "programs_later": engine.stats().num_compiled - programs,
+        "resident_mb": round(beyond / 2**20),
+        "host_share": host_share(loaded, prompts[:32]),
+        "stall_ratio": stall_ratio(loaded, rng),
+        "prefix_ratio": prefix_ratio(loaded, rng),
+    }
+    if theirs:
+        figures["transformers_tokens_per_second"] = statistics.median(theirs)
+        figures["ratio"] = round(statistics.median(ours) / statistics.median(theirs), 2)
+    return figures
+
+
+def ours_of(engine: sl.Engine, prompts: list[list[int]]) -> Any:
+    return engine.generate(prompts, max_tokens=ANSWER, ignore_end=True)
+
+
+def rate(answer: Any) -> float:
+    start = time.perf_counter()
+    counts = answer()
+    return round(sum(counts) / (time.perf_counter() - start), 1)
+
+
+class Peer:
+    """Continuous batching of transformers."""
+
+    def __init__(self, folder: Path):
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.config = GenerationConfig(
+            max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+
+    def counts(self, prompts: list[list[int]]) -> list[int]:
+        found = self.model.generate_batch(prompts, generation_config=self.config)
+        return [len(one.generated_tokens) for one in found.values()]
+
+
+def host_share(loaded: Any, prompts: list[list[int]]) -> float:
+    engine = sl.Engine(loaded, context=512, pages=32 * 40, overlap=False)
+    ours_of(engine, prompts[:2])
+    run, waited = engine._programs.run, [0.0]
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = jax.block_until_ready(run(*arguments))
+        waited[0] += time.perf_counter() - start
+        return result
+
+    engine._programs.run = timed  # type: ignore[method-assign]
+    start = time.perf_counter()
+    ours_of(engine, prompts)
+    return round(1 - waited[0] / (time.perf_counter() - start), 4)
+
+
+def stall_ratio(loaded: Any, rng: np.random.Generator) -> float:
+    engine = sl.Engine(loaded, context=2304, pages=32 * 40, chunk=64)
+    engine.generate([[1] * 100], max_tokens=2)
+    for _ in range(8):
+        engine.submit(rng.integers(0, 32000, 64).tolist(), max_tokens=200, ignore_end=True)
+    for _ in range(20):
+        engine.step()
+    idle = [step_seconds(engine) for _ in range(40)]
+    late = engine.submit(rng.integers(0, 32000, 2048).tolist(), max_tokens=1, ignore_end=True)
+    busy = []
+    while not late.finished:
+        busy.append(step_seconds(engine))
+    while engine.step():
+        pass
+    return round(float(np.percentile(busy, 99) / np.percentile(idle, 99)), 2)
+
+
+def step_seconds(engine: sl.Engine) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def prefix_ratio(loaded: Any, rng: np.random.Generator) -> float:
+    engine = sl.Engine(loaded, context=2304, pages=32 * 40)
+    engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
+
+    def first_token_seconds(prompt: list[int]) -> float:
+        start = time.perf_counter()
+        engine.generate([prompt], max_tokens=1, ignore_end=True)
+        return time.perf_counter() - start
+
+    ratios = []
+    for _ in range(5):
+        stem = rng.integers(0, 32000, 928).tolist()
+        prompts = [[*stem, *rng.integers(0, 32000, 96).tolist()] for _ in range(2)]
+        new, cached = map(first_token_seconds, prompts)
+        ratios.append(cached / new)
+    return round(statistics.median(ratios), 3)
+
+
+def resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
