@@ -52,7 +52,7 @@ class Servable(Protocol):
     @property
     def family(self) -> ModelFamily: ...
     @property
-    def tokenizer(self) -> TextTokenizer | None: ...
+    def tokenizer(self) -> Any: ...
     @property
     def end_tokens(self) -> tuple[int, ...]: ...
     @property
@@ -160,7 +160,8 @@ class Engine:
         self.context = _context(context, decoding.max_length(servable.config))
         _check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane)
         self.vocab_size: int = servable.config.vocab_size
-        self.tokenizer, self._ends = servable.tokenizer, servable.end_tokens
+        self.tokenizer: TextTokenizer | None = servable.tokenizer
+        self._ends = servable.end_tokens
         pages_a_row = math.ceil(self.context / page_size)
         num_pages = 1 + (slots * pages_a_row if pages is None else pages)
         lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
