@@ -11,7 +11,7 @@ from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
 from shardlib.find.trace import fsdp_alone, trace_loss
-from shardlib.functional import Inputs
+from shardlib.functional import Inputs, functional
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware import Cluster, of_one_kind
@@ -79,11 +79,11 @@ def find_rules(
             f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
         )
     cluster, dtypes = of_one_kind(on), precision_named(precision)
-    traced = trace_loss(make, loss, batch, optimizer, inputs, dtypes)
-    placed = rules or fsdp_alone(traced.module.axes)
-    workload = trace_workload(
-        make, optimizer, loss, batch, rules=placed, inputs=inputs, precision=dtypes
-    )
+    module = functional(make, inputs)
+    traced = trace_loss(module, loss, batch, optimizer, dtypes)
+    placed = rules or fsdp_alone(module.axes)
+    options: dict[str, Any] = {"inputs": inputs, "precision": dtypes, "names": traced.names}
+    workload = trace_workload(module, optimizer, loss, batch, rules=placed, **options)
     classes = Classes(traced.program, traced.paths)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
     search = Search(

@@ -1,27 +1,19 @@
 """The forward pass of a loss, traced for the search."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import optax
 from jaxtyping import PyTree
 
-from shardlib.cost.traced.rules import constrained_names
 from shardlib.errors import DataError, ModelError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
-from shardlib.functional import (
-    AxesByPath,
-    FunctionalModule,
-    Inputs,
-    functional,
-    refuse_no_params,
-)
+from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
-from shardlib.plan.workloads.tracing import LossFn, naming, total_loss
+from shardlib.plan.workloads.tracing import LossFn, names_met, naming, total_loss
 from shardlib.rules import FSDP, AxisRules
 
 INPUT = "<batch>/"
@@ -33,6 +25,8 @@ class TracedLoss:
     """The forward pass of a loss, and its arguments."""
 
     module: FunctionalModule
+    names: frozenset[str]
+    """Logical axes by which the model places activations."""
     program: TracedAxes
     paths: tuple[str, ...]
     """The paths of the arguments of the program."""
@@ -55,15 +49,14 @@ def fsdp_alone(axes: AxesByPath) -> AxisRules:
 
 
 def trace_loss(
-    make: Any,
+    module: FunctionalModule,
     loss: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,
-    inputs: Inputs,
     precision: Precision,
 ) -> TracedLoss:
-    """Traces the loss of a batch; allocates nothing. Arguments are as in `find_rules`."""
-    module, loss = functional(make, inputs, None), called_by_position(loss)
+    """Traces the loss of a batch; allocates nothing. Other arguments are as in `find_rules`."""
+    loss = called_by_position(loss)
     params, model_state = module.shapes()
     refuse_no_params(module, params)
     _check(module, batch)
@@ -75,11 +68,13 @@ def trace_loss(
     def forward(*arguments: PyTree) -> jax.Array:
         return total_loss(module, precision, loss, *arguments)[0]
 
-    # JAX would return the cached first trace of a function, so that each trace has its own.
-    with naming(FSDP, lambda: jax.eval_shape(lambda *a: forward(*a), *arguments)):
-        closed = jax.make_jaxpr(forward)(*arguments)
-    names: list[Names] = []
-    if constrained_names(closed.jaxpr):
+    traced = []
+    met = names_met(FSDP, lambda: traced.append(jax.make_jaxpr(forward)(*arguments)))
+    closed, names = traced[0], list[Names]()
+    if met:
+        with naming(FSDP, met):
+            # JAX would return the cached first trace of a function.
+            closed = jax.make_jaxpr(lambda *a: forward(*a))(*arguments)
         names = [params_table(module.axes.get(path) or ()) for path in named_leaves(params)]
     paths: list[str] = []
     kinds: list[Kind] = []
@@ -99,7 +94,7 @@ def trace_loss(
     held = sum(map(num_bytes, leaves)) + optimizer_bytes
     state_bytes = held / elements + 4
     program = TracedAxes(closed, kinds, names)
-    return TracedLoss(module, program, tuple(paths), params, state_bytes)
+    return TracedLoss(module, frozenset(met), program, tuple(paths), params, state_bytes)
 
 
 def _check(module: FunctionalModule, batch: PyTree) -> None:

@@ -17,8 +17,8 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
     """Returns the functional view of a module, without allocating an array.
 
     Args:
-        make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
-            module in memory, whose arrays are inspected but not kept.
+        make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, an NNX
+            module in memory, whose arrays are inspected but not kept, or a functional view.
         inputs: For linen, example arguments of its `__call__` (arrays or `ShapeDtypeStruct`s): a
             tuple, or a dict of keyword arguments.
         wrt: The variables to train: for NNX a filter, `nnx.Param` by default; for linen the name of
@@ -29,6 +29,8 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
             module holds arrays outside of its variables, or `wrt` is not a filter or names a
             missing collection.
     """
+    if isinstance(make, NnxFunctional | LinenFunctional):
+        return make
     if isinstance(make, linen.Module):
         return LinenFunctional(make, inputs, wrt)
     if isinstance(make, nnx.Module):

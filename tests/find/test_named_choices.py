@@ -33,7 +33,7 @@ def problem_of(rows, wide, deep):
     shapes = (wide, deep), (deep, deep)
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     x = jax.ShapeDtypeStruct((rows, wide), jnp.float32)
-    with naming(RULES, lambda: None):
+    with naming(RULES, ()):
         closed = jax.make_jaxpr(loss)(weights, x)
     names = [params_table(("wide", "deep")), params_table(("deep", "deep"))]
     traced = TracedAxes(closed, ["param", "param", "input"], names)

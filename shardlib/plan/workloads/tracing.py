@@ -15,7 +15,7 @@ exchange tokens).
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -37,15 +37,16 @@ from shardlib.losses.signature import called_by_position
 from shardlib.mesh import abstract_mesh
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import STANDARD, AxisRules
-from shardlib.rules.resolve import ANY
+from shardlib.rules.resolve import ANY, Kind
 from shardlib.sharding.constrain import recording, use
 
+_KINDS: tuple[Kind, ...] = ("params", "activations")
 LossFn = Callable[..., Any]
 """Loss as for `make_train_step`."""
 
 
 def trace_workload(
-    make: Callable[..., Any],
+    make: Callable[..., Any] | FunctionalModule,
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
     batch: PyTree,
@@ -58,6 +59,7 @@ def trace_workload(
     platform: str | None = None,
     software: Software = SHARDLIB,
     unit: str | None = None,
+    names: Collection[str] | None = None,
 ) -> TracedWorkload:
     """Traces a step of any model; allocates and compiles nothing.
 
@@ -76,6 +78,7 @@ def trace_workload(
         platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform.
         software: Properties of the program.
         unit: Unit of a batch without a length, in the plural; default: by its shapes.
+        names: Logical axes of activations, as `names_met` returns them; None to trace for them.
 
     Raises:
         ModelError: If the model cannot be created.
@@ -83,7 +86,7 @@ def trace_workload(
     """
     module, dtypes = functional(make, inputs, wrt), precision_named(precision)
     loss_fn = called_by_position(loss_fn)
-    step = _step(module, dtypes, optimizer, loss_fn, batch, rules, batch_axes, platform)
+    step = _step(module, dtypes, optimizer, loss_fn, batch, rules, batch_axes, platform, names)
     options: dict[str, Any] = {
         "rules": rules,
         "inputs": inputs,
@@ -108,6 +111,7 @@ def _step(
     rules: AxisRules,
     batch_axes: BatchAxes | None,
     platform: str | None,
+    names: Collection[str] | None,
 ) -> TracedStep:
     """Returns the traced step of a module, from arguments as in `trace_workload`."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -129,14 +133,16 @@ def _step(
         return _gradient(module, dtypes, loss_fn, *arguments)
 
     arguments = (params, model_state, batch, key)
-    # JAX would return the cached first trace of a function, so each trace uses a new function.
-    with naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
+    if names is None:
+        # JAX would return the cached first trace of a function, so each trace uses a new function.
+        names = names_met(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments))
+    with naming(rules, names, platform):
         program = jax.make_jaxpr(gradient)(*arguments).jaxpr
-    names = constrained_names(program) | {"batch"}
-    names |= {name for axes in module.axes.values() for name in axes or () if name}
+    named = constrained_names(program) | {"batch"}
+    named |= {name for axes in module.axes.values() for name in axes or () if name}
     update = _update(optimizer, params, opt_state)
     shapes = (module, params, model_state, opt_state, batch)
-    return TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(names))
+    return TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(named))
 
 
 def _gradient(
@@ -217,28 +223,30 @@ class _Naming(AxisRules):
         """Does nothing, because the underlying rules were checked."""
 
 
+def names_met(rules: AxisRules, trace: Callable[[], object]) -> set[str]:
+    """Returns the logical axes of activations in a trace under rules that match any axis. Other
+    rules name all that there are."""
+    if ANY not in {name for kind in _KINDS for name, _ in rules.table(kind)}:
+        return set()
+    with recording() as met, use(abstract_mesh("data=1", 1), rules):  # type: ignore[arg-type]
+        trace()
+    return met
+
+
 @contextlib.contextmanager
-def naming(
-    rules: AxisRules, trace: Callable[[], object], platform: str | None = None
-) -> Iterator[None]:
+def naming(rules: AxisRules, names: Collection[str], platform: str | None = None) -> Iterator[None]:
     """Activates a mesh of logical axes, so that constraints in a program name them.
 
     Args:
-        rules: Rules that name the axes. If they match any axis, a first trace collects the names.
-        trace: The first trace.
+        rules: Rules that name axes.
+        names: Other axes that they match.
         platform: As in `trace_workload`.
     """
     kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
-    tables = (rules.table("params"), rules.table("activations"))
-    names = {name for table in tables for name, _ in table}
-    if ANY in names:
-        with recording() as met, use(abstract_mesh("data=1", 1), rules):  # type: ignore[arg-type]
-            trace()
-        names |= met
-    both = sorted({*names, *(PARAMS_TABLE + name for name in names)})
+    known = {name for table in _KINDS for name, _ in rules.table(table)}.union(names)
+    both = sorted({*known, *(PARAMS_TABLE + name for name in known)})
     mesh = AbstractMesh((1,) * len(both), tuple(both), axis_types=(AxisType.Auto,) * len(both))
     if kind is not None:
         mesh = mesh.update(abstract_device=kind)
-    naming = _Naming(rules.params, rules.activations, given=rules)
-    with use(mesh, naming):  # type: ignore[arg-type]
+    with use(mesh, _Naming(rules.params, rules.activations, given=rules)):  # type: ignore[arg-type]
         yield
