@@ -240,8 +240,15 @@ class _Run:
         if operation.name == "while":
             return self._while(operation, ins, stack)
         branches = [branch.jaxpr for branch in operation.params["branches"]]
-        runs = [self.walk.run(branch, ins[1:], stack) for branch in branches]
+        runs = [self._inner(branch, ins[1:], stack) for branch in branches]
         return max(runs, key=lambda run: run[1].flops() + run[1].peak_bytes)
+
+    def _inner(
+        self, jaxpr: Any, ins: Sequence[ValueSharding], stack: str
+    ) -> tuple[list[ValueSharding], Tally]:
+        """Walks the program of a loop or a branch; arrays that it has captured are whole."""
+        captured = [replicated(var.aval) for var in jaxpr.constvars]
+        return self.walk.run(jaxpr, (*captured, *ins), stack)
 
     def _scan(
         self, operation: Operation, ins: list[ValueSharding], stack: str
@@ -255,11 +262,11 @@ class _Run:
             for v, laid in zip(operation.invars[fixed : fixed + carried], carry, strict=True)
         ]
         xs = [dataclasses.replace(laid, spec=laid.spec[1:]) for laid in ins[fixed + carried :]]
-        outs, costs = self.walk.run(body, (*consts, *carry, *xs), stack)
+        outs, costs = self._inner(body, (*consts, *carry, *xs), stack)
         # From the second iteration on the body receives the carry in the layout that it returns.
         settled = [dataclasses.replace(laid, partial=(), is_param=False) for laid in outs[:carried]]
         if [laid.spec for laid in settled] != [laid.spec for laid in carry]:
-            outs, costs = self.walk.run(body, (*consts, *settled, *xs), stack)
+            outs, costs = self._inner(body, (*consts, *settled, *xs), stack)
         total = Tally(peak_bytes=costs.peak_bytes)
         total.add(costs, trips)
         for var, laid in zip(body.outvars[:carried], outs[:carried], strict=True):
@@ -274,7 +281,7 @@ class _Run:
         params = operation.params
         skipped, fixed = params["cond_nconsts"], params["body_nconsts"]
         consts, carry = ins[skipped : skipped + fixed], ins[skipped + fixed :]
-        outs, costs = self.walk.run(params["body_jaxpr"].jaxpr, (*consts, *carry), stack)
+        outs, costs = self._inner(params["body_jaxpr"].jaxpr, (*consts, *carry), stack)
         return [dataclasses.replace(laid, partial=()) for laid in outs], costs
 
     def _fused(self) -> None:
