@@ -32,7 +32,7 @@ def find_rules(
     rules: AxisRules | None = None,
     inputs: Inputs = (),
     precision: str | Precision = "bf16",
-    microbatches: int = 1,
+    microbatches: int | None = None,
     seconds: float = 60.0,
     memory_bytes: float | None = None,
     forbidden: Sequence[FoundRules] = (),
@@ -56,7 +56,8 @@ def find_rules(
             of the model. Their rules for activations are not read.
         inputs: Example arguments of the module; for linen.
         precision: Precision as for `make_train_step`.
-        microbatches: Parts of a batch that run one after the other.
+        microbatches: Parts of a batch that run one after the other; if left out, the number with
+            which the step fits and is quickest. Train with `microbatches=found.microbatches`.
         seconds: The time limit for the integer program of one mesh.
         memory_bytes: Memory of a device for state and activations; that of the chip if left out.
         forbidden: Answers that are not given again: on the same mesh, at least a quarter of the
@@ -74,7 +75,7 @@ def find_rules(
         DataError: If a leaf of the batch has no rows.
         ConfigError: If `microbatches` or `seconds` is not positive.
     """
-    if microbatches < 1 or seconds <= 0:
+    if (microbatches is not None and microbatches < 1) or seconds <= 0:
         raise ConfigError(
             f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
         )

@@ -61,6 +61,8 @@ class FoundRules(Report):
     """Seconds by which a step without a rule is slower, such as `params.up`; see `priced`."""
     differences: tuple[tuple[str, str, str], ...] = ()
     """Parameters that other rules place otherwise; see `compared_with`."""
+    late: tuple[str, ...] = ()
+    """Meshes for which nothing was found in time."""
 
     def why_not(self, rule: str) -> WhyNotRule:
         """Returns what another rule would cost, such as `up: fsdp`, `up: data+fsdp` or `up: null`.
@@ -136,7 +138,8 @@ class FoundRules(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data for JSON.
 
-        - `cluster`, `mesh` (as text), `microbatches`, `seconds` (of a step by the integer program),
+        - `cluster`, `mesh` (as text), `microbatches`, `late` (meshes for which nothing was found
+          in time), `seconds` (of a step by the integer program),
           `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`, `memory_bytes` (of
           state and saved activations) and `capacity_bytes`.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
@@ -152,6 +155,7 @@ class FoundRules(Report):
             "cluster": self.cluster,
             "mesh": self.mesh_text,
             "microbatches": self.microbatches,
+            "late": list(self.late),
             "seconds": self.seconds,
             "bound_seconds": solution.bound_seconds,
             "gap": solution.gap,
@@ -173,9 +177,11 @@ class FoundRules(Report):
     def parts(self) -> Iterator[Any]:
         """Yields the lines and tables of the report."""
         solution = self.solution
+        parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         yield (
-            f"rules found for {self.mesh_text} on {self.cluster}: {duration(self.seconds)} a step, "
-            f"within {solution.gap:.1%} of the least that the integer program allows"
+            f"rules found for {self.mesh_text}{parts} on {self.cluster}: "
+            f"{duration(self.seconds)} a step, within {solution.gap:.1%} of the least that the "
+            "integer program allows"
         )
         spent = solution.seconds_by_part
         yield "of these " + ", ".join(
@@ -187,6 +193,8 @@ class FoundRules(Report):
             f"state and saved activations take {size(solution.memory_bytes)} of "
             f"{size(self.capacity_bytes)}"
         )
+        if self.late:
+            yield f"nothing was found in time for {', '.join(self.late)}"
         columns = ("logical axis", "size>", "params", "activations", "parameters")
         notes = [f"not cut: {', '.join(whole)}"] if (whole := self._whole()) else []
         yield Table("rules", columns, list(self._rule_rows()), notes)

@@ -2,8 +2,11 @@
 
 import collections
 import dataclasses
+import functools
+import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 
@@ -49,54 +52,94 @@ class Search:
     workload: TracedWorkload
     cluster: Cluster
     given: AxisRules | None
-    microbatches: int
+    microbatches: int | None
+    """None to search for them."""
     capacity_bytes: float
     forbidden: tuple[FoundRules, ...] = ()
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Yields the meshes that the cluster and the batch allow."""
+        """Yields the meshes that the cluster allows."""
         devices, domain = self.cluster.num_devices, self.cluster.devices_per_domain
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         for tensor, data in itertools.product(divisors, divisors):
             fsdp, left = divmod(devices, tensor * data)
-            if left == 0 and tensor <= domain and self._divides(data * fsdp):
+            if left == 0 and tensor <= domain:
                 yield {"data": data, "fsdp": fsdp, "tensor": tensor}
 
-    def best(self, meshes: list[dict[str, int]], seconds: float) -> FoundRules:
-        """Returns the rules of the mesh that the cost model of traced programs finds quickest.
+    def best(self, meshes: Iterable[dict[str, int]], seconds: float) -> FoundRules:
+        """Returns the rules of the mesh and the number of microbatches that the cost model of
+        traced programs finds quickest of those that fit.
+
+        Each mesh begins with the fewest microbatches that may fit. More of them are slower, so that
+        a mesh that does not fit yet is tried again only while no other is quicker and fits.
 
         Raises:
             MeshError: If no mesh divides the batch.
-            DoesNotFitError: If none fits.
+            DoesNotFitError: If nothing fits.
+            PartitionError: If no answer was found in time.
         """
-        rows, parts = self.workload.batch, self.microbatches
-        meshes = [m for m in meshes if self._divides(m["data"] * m["fsdp"])]
-        if not meshes:
-            raise MeshError(
-                f"data x fsdp of no mesh divides {rows} rows in {parts} microbatches.\n"
-                f"  Give a multiple of {self.cluster.num_devices * parts} rows."
-            )
-        found: list[FoundRules] = []
-        refused: list[DoesNotFitError] = []
-        for sizes in meshes:
-            try:
-                found.append(self.on_mesh(sizes, seconds))
-            except DoesNotFitError as error:
-                refused.append(error)
-        if not found:
-            raise min(refused, key=lambda error: error.needed_bytes)
+        counts = [(sizes, counts) for sizes in meshes if (counts := self._counts(sizes))]
+        order = itertools.count()
+        queue: list[tuple[_Rank, int, FoundRules | tuple[int, int]]] = []
+        queue += [(_Rank(), next(order), (mesh, 0)) for mesh in range(len(counts))]
+        outcome = _Outcome()
+        while queue:
+            rank, _, task = heapq.heappop(queue)
+            if isinstance(task, FoundRules):
+                return dataclasses.replace(task, late=tuple(outcome.late))
+            mesh, tried = task
+            sizes, numbers = counts[mesh]
+            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds)
+            answer = outcome.of(solve, sizes)
+            if answer is not None:
+                rank = self._rank(answer)
+                if answer.prices[0].memory_bytes <= self.capacity_bytes:
+                    heapq.heappush(queue, (rank, next(order), answer))
+                    continue
+            if tried + 1 < len(numbers):
+                heapq.heappush(queue, (rank, next(order), (mesh, tried + 1)))
+        if outcome.found:
+            return dataclasses.replace(min(outcome.found, key=self._rank), late=tuple(outcome.late))
+        self._refuse(outcome)
+
+    def _refuse(self, outcome: "_Outcome") -> NoReturn:
+        if outcome.refused:
+            raise min(outcome.refused, key=lambda error: error.needed_bytes)
+        if outcome.late:
+            raise next(iter(outcome.late.values()))
+        parts = self.microbatches or 1
+        raise MeshError(
+            f"data x fsdp of no mesh divides {self.workload.batch} rows in {parts} microbatches.\n"
+            f"  Give a multiple of {self.cluster.num_devices * parts} rows."
+        )
+
+    def _rank(self, found: FoundRules) -> "_Rank":
         # Devices along an axis that no rule names would all compute the same.
-        devices = self.cluster.num_devices
-        busy = [f for f in found if not f.rules.idle(abstract_mesh(f.mesh_text, devices))]
-        return min(busy or found, key=lambda one: one.prices[0].seconds)
+        mesh = abstract_mesh(found.mesh_text, self.cluster.num_devices)
+        return _Rank(bool(found.rules.idle(mesh)), found.prices[0].seconds)
 
-    def _divides(self, shards: int) -> bool:
-        return self.workload.batch % (shards * self.microbatches) == 0
+    def _counts(self, sizes: Mapping[str, int]) -> list[int]:
+        """Returns the numbers of microbatches to try, ascending, from the first that may fit."""
+        rows, left = divmod(self.workload.batch, sizes["data"] * sizes["fsdp"])
+        if self.microbatches is not None:
+            return [] if left or rows % self.microbatches else [self.microbatches]
+        counts = [n for n in range(1, rows + 1) if rows % n == 0] if not left else []
+        may_fit = [n for n in counts if self._least_bytes(sizes, n) <= self.capacity_bytes]
+        return may_fit or counts[-1:]
 
-    def on_mesh(self, sizes: dict[str, int], seconds: float) -> FoundRules:
+    def _least_bytes(self, sizes: Mapping[str, int], microbatches: int) -> float:
+        """Returns bytes that a device holds at least: state and saved activations in all pieces."""
+        layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
+        tensors = self.classes.tensors
+        elements = sum(tensor.elements * tensor.copies for tensor in tensors)
+        saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
+        state = self.traced.state_bytes * elements / (layout.fsdp * layout.tensor)
+        return state + saved / layout.num_devices
+
+    def on_mesh(self, sizes: dict[str, int], microbatches: int, seconds: float) -> FoundRules:
         """Returns the rules for one mesh: by the cost model of traced programs the quickest of what
         the integer program finds, and of rules written by hand for the names of the model."""
-        layout = dataclasses.replace(Layout.of(sizes), microbatches=self.microbatches)
+        layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         objective = self._objective(layout)
         problem = LayoutProblem(self.classes, objective)
         for other in self.forbidden:
@@ -109,14 +152,16 @@ class Search:
             price = self._price(f"{name}, {layout}", named.rules, layout)
             answers[name] = price, named, solution
         own = answers["found"]
-        ranked = sorted(
-            answers.values(),
-            key=lambda answer: answer[0].seconds - _NEAR * own[0].seconds * (answer is own),
-        )
+
+        def rank(answer: Any) -> tuple[bool, float]:
+            price, bonus = answer[0], _NEAR * own[0].seconds * (answer is own)
+            return price.memory_bytes > self.capacity_bytes, price.seconds - bonus
+
+        ranked = sorted(answers.values(), key=rank)
         _, named, solution = ranked[0]
         prices = [price for price, *_ in ranked]
-        if self.given is None and self._divides(layout.num_devices):
-            alone = Layout(fsdp=layout.num_devices, microbatches=self.microbatches)
+        if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
+            alone = Layout(fsdp=layout.num_devices, microbatches=microbatches)
             rules = fsdp_alone(self.traced.module.axes)
             prices.append(self._price(f"fsdp={layout.num_devices}", rules, alone))
         return FoundRules(
@@ -130,14 +175,14 @@ class Search:
             objective.capacity_bytes,
             predicted_traffic(problem, solution),
             Questions(problem, solution, named.by_class, seconds),
-            self.compared,
+            functools.partial(self.compared, microbatches),
         )
 
     def compared(
-        self, name: str, rules: AxisRules, sizes: Mapping[str, int]
+        self, microbatches: int, name: str, rules: AxisRules, sizes: Mapping[str, int]
     ) -> tuple[Price, dict[str, str]]:
         """Returns the price of other rules on a mesh, and how they place each parameter."""
-        layout = dataclasses.replace(Layout.of(sizes), microbatches=self.microbatches)
+        layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         mesh = abstract_mesh(str(layout), layout.num_devices)
         placed = place(self.traced.params, self.traced.module.axes, rules, mesh)
         shown = {
@@ -219,6 +264,35 @@ class Search:
                     "  Give all of them the same rule, or none."
                 )
         return {n: dims for n, layouts in decided.items() for dims in layouts if dims is not None}
+
+
+class _Rank(NamedTuple):
+    """The order of answers, and a bound of it: idle devices, then seconds of a step."""
+
+    idle: bool = False
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What a search has met."""
+
+    found: list[FoundRules] = dataclasses.field(default_factory=list)
+    refused: list[DoesNotFitError] = dataclasses.field(default_factory=list)
+    late: dict[str, PartitionError] = dataclasses.field(default_factory=dict)
+    """Meshes without an answer in time."""
+
+    def of(self, solve: Callable[[], FoundRules], sizes: Mapping[str, int]) -> FoundRules | None:
+        """Returns and notes an answer, or notes why there is none."""
+        try:
+            self.found.append(solve())
+        except DoesNotFitError as error:
+            self.refused.append(error)
+        except PartitionError as error:
+            self.late[str(Layout.of(sizes))] = error
+        else:
+            return self.found[-1]
+        return None
 
 
 def _cut_of(name: str, rules: AxisRules, cuts: Collection[Cut]) -> Cut | None:

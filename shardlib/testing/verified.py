@@ -184,7 +184,7 @@ class _Verifier:
         devices = self.cluster.num_devices
         alone = f"fsdp={devices}"
         rows = jax.tree.leaves(self.asked["batch"])[0].shape[0]
-        parts = devices * self.asked.get("microbatches", 1)
+        parts = devices * check.found.microbatches
         searched = self.asked.get("mesh") is None and check.found.mesh_text != alone
         if not searched or rows % parts:
             return VerifiedRules(check, tuple(refused))
@@ -226,7 +226,7 @@ class _Verifier:
         step = make_train_step(
             self.asked["loss"],
             precision=precision,
-            microbatches=self.asked.get("microbatches", 1),
+            microbatches=found.microbatches,
             allow_wrong_numbers=tuple(FAULTS),
         )
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.asked["batch"])

@@ -94,6 +94,21 @@ def test_the_mesh_is_found():
         assert found.prices[0].seconds <= find(large, mesh=mesh).prices[0].seconds
 
 
+@pytest.mark.mesh
+def test_microbatches_are_found_where_memory_needs_them():
+    """Half of the memory of a step leaves room for its state, but for part of its activations."""
+    options = {"rows": 64, "mesh": "fsdp=8"}
+    whole = find(large, **options)
+    assert whole.microbatches == 1
+    memory = 0.7 * whole.prices[0].memory_bytes
+    found = find(large, memory_bytes=memory, **options)
+    assert found.microbatches > 1
+    assert found.prices[0].memory_bytes <= memory
+    assert f", {found.microbatches} microbatches on 8xh100" in str(found)
+    with pytest.raises(DoesNotFitError):
+        find(large, memory_bytes=memory / 100, **options)
+
+
 def test_what_does_not_fit_says_how_much_is_missing():
     with pytest.raises(DoesNotFitError, match=r"needs at least \d+\.\d GiB and has 15\.8 GiB"):
         find(lambda rngs: LM(rngs, dim=2**15, heads=64), on="v5e-8")

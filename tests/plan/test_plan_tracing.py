@@ -344,3 +344,18 @@ def test_another_batch_costs_what_its_own_trace_does(batch):
     assert known.with_batch(batch) is known
     assert (llama().tokens, llama().unit) == (BATCH * LENGTH, "tokens")
     assert (resnet50().with_batch(16).tokens, resnet50().unit) == (16, "images")
+
+
+def test_long_attention_is_priced():
+    """It runs in tiles, in loops whose programs hold arrays of their own, and leaves out about half
+    of the scores."""
+    config = transformer.FAMILY.config(num_layers=1, embed_dim=64, num_heads=2, vocab_size=64)
+    data = DataSpec(vocab_size=64, sequence_length=8192)
+    workload = trace_workload(
+        lambda rngs: transformer.FAMILY.make(config, data, rngs),
+        optax.adamw(1e-3),
+        functools.partial(transformer.FAMILY.loss, train=True),
+        dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 8192), jnp.int32)),
+    )
+    scores = 2 * 2 * 8 * 8192**2 * 64
+    assert workload.flops > 3 * scores / 2
