@@ -67,8 +67,8 @@ class Search:
                 yield {"data": data, "fsdp": fsdp, "tensor": tensor}
 
     def best(self, meshes: Iterable[dict[str, int]], seconds: float) -> FoundRules:
-        """Returns the rules of the mesh and the number of microbatches that the cost model of
-        traced programs finds quickest of those that fit.
+        """Returns the rules of the mesh and the number of microbatches with which a step fits and
+        is quickest by the cost model of traced programs.
 
         Each mesh begins with the fewest microbatches that may fit. More of them are slower, so that
         a mesh that does not fit yet is tried again only while no other is quicker and fits.
@@ -283,7 +283,7 @@ class _Outcome:
     """Meshes without an answer in time."""
 
     def of(self, solve: Callable[[], FoundRules], sizes: Mapping[str, int]) -> FoundRules | None:
-        """Returns and notes an answer, or notes why there is none."""
+        """Returns and notes an answer; without one it notes why."""
         try:
             self.found.append(solve())
         except DoesNotFitError as error:
