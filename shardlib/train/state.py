@@ -238,7 +238,19 @@ def materialize(
         return TrainState(step, *rest, definition=definition, spike_window=window)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(init, out_shardings=placed, donate_argnums=0)(given, _key(seed))
+    is_cpu = definition.scope.mesh.devices.flat[0].platform == "cpu"
+    compiled = jax.jit(
+        init,
+        out_shardings=placed,
+        donate_argnums=0,
+        compiler_options=_NARROW if is_cpu and jax.__version_info__ >= (0, 11) else None,
+    )
+    return compiled(given, _key(seed))
+
+
+# XLA of jax 0.12 for CPUs rounds wide vectors in another way than the rest of a row: initial numbers
+# would depend on how rows are cut.
+_NARROW = {"xla_cpu_prefer_vector_width": 128}
 
 
 def _key(seed: int) -> jax.Array:
