@@ -248,8 +248,8 @@ def materialize(
     return compiled(given, _key(seed))
 
 
-# XLA of jax 0.12 for CPUs rounds wide vectors in another way than the rest of a row: initial numbers
-# would depend on how rows are cut.
+# XLA of jax 0.12 for CPUs rounds wide vectors in another way than the rest of a row: the initial
+# numbers would depend on how rows are cut.
 _NARROW = {"xla_cpu_prefer_vector_width": 128}
 
 
