@@ -16,8 +16,9 @@ without optimization, whose peaks differ by 1-7%; `--optimize` compiles them as 
 `shardlib`, `plain` and `chunked` (`loss_chunks=8`) are XLA's peaks with the program's code, in GiB
 of the device that holds most; `ratio` is shardlib's to the plain one, and `chunks` the chunked one
 to shardlib's. Chunks lower a peak that lies in the loss. In the backward pass of a layer nothing of
-the loss is left: where the peak lies there, which `--held` tells, `chunks` is 1. An example is Llama
-3 8B on 8xh100 with `fsdp=4,tensor=2` and 16x4096: 21.08 GiB in an MLP, both times. The last line is JSON: the rows, and the largest of both ratios.
+the loss is left: where the peak lies there, which `--held` tells, `chunks` is 1. An example is
+Llama 3 8B on 8xh100 with `fsdp=4,tensor=2` and 16x4096: 21.08 GiB in an MLP, both times. The last
+line is JSON: the rows, and the largest of both ratios.
 """
 
 import argparse
