@@ -36,13 +36,14 @@ def find_rules(
     seconds: float = 60.0,
     memory_bytes: float | None = None,
     forbidden: Sequence[FoundRules] = (),
+    notify: Callable[[str], None] = lambda text: None,
 ) -> FoundRules:
     """Returns the rules under which a model trains fastest on a cluster, by the cost model.
 
     The model need not name any axis; if it places activations by name, the rules are for these
-    names. The loss is traced and its logical axes are discovered; an
-    integer program chooses the layout of every tensor. Nothing is allocated or compiled. Print the
-    result for a report, and train under `sl.use(found.mesh, found.rules)`.
+    names. The loss is traced and its logical axes are discovered; an integer program chooses the
+    layout of every tensor. Nothing is allocated or compiled. Print the result for a report, and
+    train under `sl.use(found.mesh, found.rules)`.
 
     Args:
         make: Module factory as for `init_state`: `make(rngs) -> module`, or a linen module.
@@ -62,6 +63,7 @@ def find_rules(
         memory_bytes: Memory of a device for state and activations; that of the chip if left out.
         forbidden: Answers that are not given again: on the same mesh, at least a quarter of the
             layouts are others.
+        notify: Called with a line after each mesh.
 
     The search of several processes may end at different answers if it is cut short by `seconds`:
     find rules once, and pass them on.
@@ -87,8 +89,9 @@ def find_rules(
     workload = trace_workload(module, optimizer, loss, batch, rules=placed, **options)
     classes = Classes(traced.program, traced.paths)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
+    others = tuple(forbidden)
     search = Search(
-        traced, classes, workload, cluster, rules, microbatches, capacity, tuple(forbidden)
+        traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
     )
     meshes = list(search.meshes()) if mesh is None else [_sizes(mesh, cluster)]
     return search.best(meshes, seconds)

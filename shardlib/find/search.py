@@ -26,6 +26,7 @@ from shardlib.find.questions import Questions
 from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import predicted_traffic
 from shardlib.hardware import Cluster
+from shardlib.humanize import duration
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
@@ -56,6 +57,7 @@ class Search:
     """None to search for them."""
     capacity_bytes: float
     forbidden: tuple[FoundRules, ...] = ()
+    notify: Callable[[str], None] = lambda text: None
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows."""
@@ -91,6 +93,8 @@ class Search:
             sizes, numbers = counts[mesh]
             solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds)
             answer = outcome.of(solve, sizes)
+            at = dataclasses.replace(Layout.of(sizes), microbatches=numbers[tried])
+            self._tell(at, answer)
             if answer is not None:
                 rank = self._rank(answer)
                 if answer.prices[0].memory_bytes <= self.capacity_bytes:
@@ -101,6 +105,10 @@ class Search:
         if outcome.found:
             return dataclasses.replace(min(outcome.found, key=self._rank), late=tuple(outcome.late))
         self._refuse(outcome)
+
+    def _tell(self, at: Layout, answer: FoundRules | None) -> None:
+        took = "no answer" if answer is None else f"{duration(answer.prices[0].seconds)} a step"
+        self.notify(f"{at}, {at.microbatches} microbatches: {took}")
 
     def _refuse(self, outcome: "_Outcome") -> NoReturn:
         if outcome.refused:

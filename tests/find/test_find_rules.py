@@ -19,6 +19,7 @@ from shardlib.errors import (
     MeshError,
     RuleError,
 )
+from shardlib.humanize import duration
 from shardlib.rules import from_yaml
 
 ADAM = optax.adamw(1e-3)
@@ -89,7 +90,10 @@ def test_depth_does_not_change_the_problem():
 def test_the_mesh_is_found():
     """A model whose state fills a device is cut; the best of all meshes is at least as good as
     each."""
-    found = find(large, mesh=None)
+    told = []
+    found = find(large, mesh=None, notify=told.append)
+    seconds = duration(found.prices[0].seconds)
+    assert f"{found.mesh_text}, 1 microbatches: {seconds} a step" in told
     for mesh in ("fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=4"):
         assert found.prices[0].seconds <= find(large, mesh=mesh).prices[0].seconds
 

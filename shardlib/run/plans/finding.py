@@ -1,15 +1,14 @@
 """The rules of `rules: auto`: found once for a run, and kept when it resumes."""
 
 import dataclasses
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from shardlib.checkpoint.consensus import Peers
 from shardlib.config import from_dict, to_dict
 from shardlib.data import batch_spec
-from shardlib.errors import ConfigError, DoesNotFitError, RuleError, ShardlibError
+from shardlib.errors import ConfigError, RuleError, ShardlibError
 from shardlib.find import FoundRules, find_rules
 from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
@@ -79,7 +78,7 @@ def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
 def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRules:
     """Returns the rules for a run on its mesh, or on the best one if its mesh is `auto`.
 
-    With `train.microbatches=auto` they are the rules for the fewest microbatches that fit.
+    With `train.microbatches=auto` they are for the number with which a step fits and is quickest.
 
     Raises:
         ConfigError: If the run trains adapters.
@@ -98,27 +97,23 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     mesh = None if config.mesh == AUTO else MeshConfig.parse(config.mesh)
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
-    for parts in _microbatches(config):
-        try:
-            return find_rules(
-                model_maker(config, chosen, spec),
-                loss=loss_of(config, chosen, train=True),
-                batch=batch_spec(config.data, rows),
-                optimizer=optimizer.transform,
-                on=cluster,
-                mesh=mesh,
-                precision=config.precision,
-                microbatches=parts,
-            )
-        except DoesNotFitError:
-            if config.train.microbatches != AUTO or rows % (2 * parts * cluster.num_devices):
-                raise
-    raise AssertionError("the last number of microbatches returns or raises")
+    counted = config.train.microbatches
+    return find_rules(
+        model_maker(config, chosen, spec),
+        loss=loss_of(config, chosen, train=True),
+        batch=batch_spec(config.data, rows),
+        optimizer=optimizer.transform,
+        on=cluster,
+        mesh=mesh,
+        precision=config.precision,
+        microbatches=None if counted == AUTO else counted,  # type: ignore[arg-type]
+        notify=notify if mesh is None else lambda text: None,
+    )
 
 
 def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
     """Returns the rules for a planned run, on the best mesh of the cluster of its plans, with the
-    fewest microbatches that fit.
+    number of microbatches with which a step fits and is quickest.
 
     Args:
         config: The run, with the length that the plans have.
@@ -144,12 +139,6 @@ def beside(found: FoundRules, plans: Plans) -> str:
         f"{best.layout}: {duration(best.seconds)}. Train under found rules: "
         f"mesh={found.mesh_text} train.microbatches={parts} rules=auto"
     )
-
-
-def _microbatches(config: RunConfig) -> Iterator[int]:
-    if config.train.microbatches != AUTO:
-        return iter((config.train.num_microbatches,))
-    return (2**n for n in itertools.count())
 
 
 def knows(devices: Devices) -> bool:
