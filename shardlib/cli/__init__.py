@@ -1,5 +1,5 @@
-"""The command line: `shardlib train | explain | check | plan | calibrate | generate | export |
-import | evaluate | checkpoint | devices | launch | schema`.
+"""The command line: `shardlib train | explain | check | plan | calibrate | generate | batch |
+export | import | evaluate | checkpoint | devices | launch | schema`.
 
 Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model); 75 when the
 watchdog ended a process, or its peers have gone; 76 when training diverged; 1 for every other
@@ -28,6 +28,7 @@ from shardlib.cli.arguments import (
     load_config,
     warn,
 )
+from shardlib.cli.batch import batch
 from shardlib.cli.check import check
 from shardlib.cli.evaluate import evaluate
 from shardlib.cli.explain import explain
@@ -162,6 +163,7 @@ app.command(cls=ConfigCommand)(check)
 app.command(cls=ConfigCommand)(plan)
 app.command()(calibrate)
 app.command()(evaluate)
+app.command()(batch)
 app.command()(export)
 app.command("import", cls=ConfigCommand)(import_model)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -344,3 +344,24 @@ def test_the_engine_continues_a_run_as_generate_does(finished, lab):
     (answer,) = engine.generate([prompt], max_tokens=12)
     assert answer.text == run.generate(str(finished.run_dir), prompt, **words)
     assert "".join(engine.stream(prompt, max_tokens=12)) == answer.text
+
+
+@pytest.mark.mesh
+def test_a_batch_is_answered_by_a_run(finished, lab, tmp_path):
+    # Token ids are taken as they are; before a text comes the end of another, as in training.
+    body = {"prompt": list(b"the quick "), "max_tokens": 8, "temperature": 0.0}
+    rows = [{"custom_id": name, "url": "/v1/completions", "body": body} for name in "ab"]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["batch", source, "--model", finished.run_dir, "--out", out, "--context", "32"]
+    done = lab.shardlib(*words)
+    assert done.returncode == 0, done.stderr
+    assert "answer tokens" in done.stdout
+    bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    assert len(bodies) == 2
+    text = run.generate(str(finished.run_dir), "the quick ", length=8, temperature=0.0)
+    for one in bodies:
+        assert one["model"] == finished.run_dir.name
+        assert one["choices"][0]["text"] == text
+    assert lab.shardlib(*words, "--json").returncode == 0
+    assert len(out.read_text().splitlines()) == 2

@@ -1,0 +1,277 @@
+"""A file of requests, answered into a file of responses.
+
+Source: the OpenAI API reference, "Batch": the format of rows.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from shardlib.engine import Completion, Engine, Request
+from shardlib.errors import DataError, ModelError, require
+from shardlib.serve.bodies import Asked, BodyError, Speaker, parse, response
+
+_AHEAD = 2
+"""Prompts that wait for each prompt that runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchCard:
+    """What a batch took."""
+
+    rows: int
+    """Rows of the input."""
+    answered: int
+    """Rows that this call has answered."""
+    refused: int
+    """Rows among them whose response is an error."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of prompts that were found in the cache."""
+    answer_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answers by time."""
+        return self.answer_tokens / max(self.seconds, 1e-9)
+
+
+def answer_batch(
+    source: str | Path,
+    out: str | Path,
+    engine: Engine,
+    speaker: Speaker,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> BatchCard:
+    """Answers the rows of a file that have no response in `out`, and adds their responses.
+
+    Each response is one line, written at once when its row is complete. After a kill the same call
+    goes on: a line that was cut off is removed, and each row has one response in the end. Responses
+    come in the order in which they are complete.
+
+    Args:
+        source: JSON lines with `custom_id`, `url` and `body`, or a Parquet file with these columns,
+            whose `body` is JSON text.
+        out: JSON lines with `id`, `custom_id`, `response` and `error`.
+        engine: The engine.
+        speaker: The model of the engine.
+        progress: Called with the rows that have a response, and all rows.
+
+    Raises:
+        DataError: If rows are malformed or share an id, if `out` has responses to other rows, or
+            cannot be written; before anything is computed.
+    """
+    source, out = Path(source), Path(out)
+    ids = _checked_ids(source)
+    done = _responses(out, ids)
+    start, counts = time.monotonic(), collections.Counter[str]()
+    with _opened(out) as file:
+        work = _Work(engine, speaker, file, counts)
+        rows = (row for row in _rows(source) if row["custom_id"] not in done)
+        try:
+            for _ in work.through(rows):
+                if progress is not None:
+                    progress(len(done) + counts["answered"], len(ids))
+        finally:
+            work.cancel()
+    return BatchCard(
+        len(ids),
+        counts["answered"],
+        counts["refused"],
+        counts["prompt"],
+        counts["cached"],
+        counts["answer"],
+        time.monotonic() - start,
+    )
+
+
+@dataclasses.dataclass
+class _Work:
+    """Rows that the engine works on."""
+
+    engine: Engine
+    speaker: Speaker
+    file: FileIO
+    counts: collections.Counter[str]
+    waiting: dict[str, tuple[Asked, list[Request]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        stats = self.engine.stats()
+        return stats.num_waiting >= _AHEAD * max(stats.num_running, 1)
+
+    def through(self, rows: Iterator[dict[str, Any]]) -> Iterator[None]:
+        """Answers rows; yields after each row that is added, and each step after the last."""
+        for row in rows:
+            self.add(row)
+            while self.is_full:
+                self.step()
+            yield
+        while self.waiting:
+            self.step()
+            yield
+
+    def cancel(self) -> None:
+        """Gives back what unfinished rows hold."""
+        for _, requests in self.waiting.values():
+            for request in requests:
+                self.engine.cancel(request)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Submits a row, or writes why it cannot be answered."""
+        name, requests = row["custom_id"], []
+        try:
+            asked = parse(row["url"], row["body"], self.speaker)
+            for prompt in asked.prompts:
+                for sampling in asked.samplings:
+                    requests.append(self.engine.submit(prompt, sampling))
+        except (BodyError, ModelError) as error:
+            for request in requests:
+                self.engine.cancel(request)
+            self.counts["refused"] += 1
+            self._write(name, 400, {"error": {"message": str(error), "code": 400}})
+            return
+        self.waiting[name] = asked, requests
+
+    def step(self) -> None:
+        """Runs a step, and writes the rows that it completes."""
+        self.engine.step()
+        complete = [n for n, (_, every) in self.waiting.items() if all(r.finished for r in every)]
+        for name in complete:
+            asked, requests = self.waiting.pop(name)
+            completions = [request.answer() for request in requests]
+            self._count(completions)
+            body = response(
+                asked, completions, self.speaker, identity=f"cmpl-{name}", created=int(time.time())
+            )
+            self._write(name, 200, body)
+
+    def _count(self, completions: list[Completion]) -> None:
+        for one in completions:
+            self.counts["prompt"] += len(one.prompt)
+            self.counts["cached"] += one.cached_tokens
+            self.counts["answer"] += len(one.tokens)
+
+    def _write(self, name: str, status: int, body: dict[str, Any]) -> None:
+        row = {
+            "id": f"batch_req_{name}",
+            "custom_id": name,
+            "response": {"status_code": status, "request_id": name, "body": body},
+            "error": None,
+        }
+        try:
+            left = memoryview(json.dumps(row).encode() + b"\n")
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            raise DataError(
+                f"a response cannot be written to {self.file.name}: {error.strerror}.\n"
+                "  Make room, and repeat the command: it goes on with the rows that are left."
+            ) from None
+        self.counts["answered"] += 1
+
+
+def _opened(out: Path) -> FileIO:
+    try:
+        return out.open("ab", buffering=0)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}.\n  Name another.") from None
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file.
+
+    Raises:
+        DataError: At the first row that is malformed.
+    """
+    if not source.is_file():
+        raise DataError(f"No such file: {source}.\n  Name a file of requests.")
+    lines = _of_parquet(source) if source.suffix == ".parquet" else _of_json(source)
+    for where, row in lines:
+        missing = [name for name in ("custom_id", "url", "body") if name not in row]
+        if missing or not isinstance(row["custom_id"], str):
+            raise DataError(
+                f"{where} has no {', '.join(missing) or 'text as custom_id'}.\n"
+                '  Write rows as {"custom_id": "1", "url": "/v1/completions", "body": {...}}.'
+            )
+        yield row
+
+
+def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with source.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"line {number} of {source} is not JSON: {error}.\n  Repair the line."
+                ) from None
+            if not isinstance(row, dict):
+                raise DataError(f"line {number} of {source} is not an object.\n  Repair the line.")
+            yield f"line {number} of {source}", row
+
+
+def _of_parquet(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = require("pyarrow.parquet", "parquet", "reading requests from Parquet")
+    number = 0
+    for batch in parquet.ParquetFile(source).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            where = f"row {number} of {source}"
+            try:
+                body = row.get("body")
+                yield where, row | {"body": json.loads(body) if isinstance(body, str) else body}
+            except ValueError as error:
+                raise DataError(f"the body of {where} is not JSON: {error}.") from None
+
+
+def _checked_ids(source: Path) -> set[str]:
+    """Returns the ids of all rows.
+
+    Raises:
+        DataError: If a row is malformed, or ids are shared.
+    """
+    counts = collections.Counter(row["custom_id"] for row in _rows(source))
+    shared = [name for name, count in counts.items() if count > 1]
+    if shared:
+        raise DataError(
+            f"rows of {source} share the custom_id {', '.join(map(repr, shared[:4]))}"
+            f"{' and others' if len(shared) > 4 else ''}.\n  Give each row its own."
+        )
+    return set(counts)
+
+
+def _responses(out: Path, ids: set[str]) -> set[str]:
+    """Returns the ids that have a response, and cuts off a line that is not whole.
+
+    Raises:
+        DataError: If the file has lines that do not respond to these rows.
+    """
+    if not out.exists():
+        return set()
+    if not out.is_file():
+        raise DataError(f"{out} is not a file.\n  Name a file for the responses.")
+    data = out.read_bytes()
+    end = data.rfind(b"\n") + 1
+    try:
+        found = [json.loads(line)["custom_id"] for line in data[:end].splitlines()]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{out} has lines that are not responses.\n  Name another file.") from None
+    if foreign := [name for name in found if name not in ids]:
+        raise DataError(
+            f"{out} answers {foreign[0]!r}, which no row of the input is called.\n"
+            "  Name another file, or the input that it belongs to."
+        )
+    if end < len(data):
+        os.truncate(out, end)
+    return set(found)

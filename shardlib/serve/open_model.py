@@ -1,0 +1,97 @@
+"""A run or a folder of Hugging Face, opened to answer requests."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from shardlib.engine import Engine
+from shardlib.errors import DataError
+from shardlib.evaluation import TextModel
+from shardlib.registry import ModelFamily
+from shardlib.run.evaluating import text_model
+from shardlib.serve.bodies import Speaker
+from shardlib.sharding.constrain import Scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model that answers requests, as the engine takes it. It frames texts as it was trained."""
+
+    text_model: TextModel
+
+    @property
+    def model(self) -> nnx.Module:
+        return self.text_model.model
+
+    @property
+    def config(self) -> Any:
+        return self.text_model.model.config  # type: ignore[attr-defined]
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.text_model.family
+
+    @property
+    def tokenizer(self) -> "Opened":
+        return self
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return (self.text_model.tokenizer.eot, *sorted(self.text_model.ends))
+
+    @property
+    def scope(self) -> Scope | None:
+        return self.text_model.scope
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text with what stands around it."""
+        return self.text_model.tokens(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of tokens; those that pad the vocabulary have none."""
+        tokenizer = self.text_model.tokenizer
+        return tokenizer.decode([one for one in ids if one < tokenizer.vocab_size])
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of messages, up to the answer.
+
+        Raises:
+            DataError: If there is no chat template, or it refuses the messages.
+        """
+        if self.text_model.template is None:
+            raise DataError("the model has no chat template.\n  Use /v1/completions.")
+        text = self.text_model.template().text(messages, None, add_generation_prompt=True)
+        return self.text_model.tokenizer.encode(text)
+
+
+def open_model(
+    source: str,
+    *,
+    mesh: str | None = None,
+    step: int | None = None,
+    name: str | None = None,
+    notify: Callable[[str], None] | None = None,
+    **options: Any,
+) -> tuple[Engine, Speaker]:
+    """Returns an engine for a run or a folder of Hugging Face, and the model as it answers.
+
+    Args:
+        source: Directory of a run, or a folder or hub name for `hf.load`.
+        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
+        step: The checkpoint of a run; default: the newest valid one of all places.
+        name: The name of the model in requests; default: that of the directory.
+        notify: Called with each skipped checkpoint; by default it is logged.
+        options: Arguments of `Engine`.
+
+    Raises:
+        ConfigError: If the directory holds no run.
+        CheckpointError: If the checkpoint or the folder cannot be read.
+        ModelError: If the engine does not run the model, or options do not fit.
+    """
+    opened = Opened(text_model(source, mesh=mesh, step=step, notify=notify))
+    engine = Engine(opened, **options)
+    speaker = Speaker(name or Path(source).name, lambda ids: opened.decode(list(ids)), opened.chat)
+    return engine, speaker

@@ -1,0 +1,180 @@
+"""`shardlib batch`: each row has one response, whatever stops it on the way."""
+
+import json
+import resource
+
+import pytest
+from flax import nnx
+
+from shardlib.data.tokenizer import BytesTokenizer
+from shardlib.engine import Engine
+from shardlib.errors import DataError
+from shardlib.registry import DataSpec
+from shardlib.serve import answer_batch
+from shardlib.serve.bodies import Speaker
+from shardlib_models.transformer import FAMILY
+from shardlib_models.transformer_config import TransformerConfig
+
+TEXT = BytesTokenizer()
+
+
+class Served:
+    """A model whose tokens are bytes."""
+
+    family, scope, tokenizer, end_tokens = FAMILY, None, TEXT, (TEXT.eot,)
+
+    def __init__(self):
+        config = TransformerConfig(
+            embed_dim=64, num_layers=1, num_heads=4, mlp_dim=64, vocab_size=257, max_positions=256
+        )
+        self.model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
+        self.model.eval()
+        self.config = self.model.config
+
+
+def chat(messages):
+    return TEXT.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
+
+
+SPEAKER = Speaker("tiny", lambda ids: TEXT.decode(ids), chat)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(Served(), slots=4, context=128, chunk=64)
+
+
+def row(name, body, url="/v1/completions"):
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+ROWS = [row(f"r{n}", {"prompt": f"number {n}", "max_tokens": 4 + n % 5}) for n in range(12)]
+ROWS += [
+    row(
+        "chat",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        "/v1/chat/completions",
+    ),
+    row("many", {"prompt": ["a", [98, 99]], "n": 2, "seed": 3, "logprobs": 2, "max_tokens": 3}),
+    row("foreign", {"prompt": "a", "temprature": 0.5}),
+    row("long", {"prompt": "a" * 200}),
+]
+
+
+def written(path, rows=ROWS):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def responses(path):
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one["response"] for one in found}
+
+
+@pytest.fixture(scope="module")
+def whole(engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("batch")
+    card = answer_batch(written(folder / "in.jsonl"), folder / "out.jsonl", engine, SPEAKER)
+    assert (card.rows, card.answered, card.refused) == (16, 16, 2)
+    return responses(folder / "out.jsonl")
+
+
+def test_responses_have_the_format_of_openai(whole, engine):
+    body = whole["r3"]["body"]
+    (answer,) = engine.generate("number 3", max_tokens=7, temperature=1.0, seed=0)
+    assert body["object"] == "text_completion"
+    assert body["usage"]["prompt_tokens"] == len(answer.prompt)
+    assert body["usage"]["completion_tokens"] == 7
+    many = whole["many"]["body"]["choices"]
+    assert [one["index"] for one in many] == [0, 1, 2, 3]
+    drawn = [
+        engine.generate(p, max_tokens=3, temperature=1.0, seed=s)[0]
+        for p in ("a", [98, 99])
+        for s in (3, 4)
+    ]
+    assert [one["text"] for one in many] == [one.text for one in drawn]
+    assert [one["logprobs"]["token_logprobs"] for one in many] == [
+        pytest.approx([token.logprob for token in one.tokens], abs=1e-5) for one in drawn
+    ]
+    message = whole["chat"]["body"]["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    assert whole["chat"]["body"]["object"] == "chat.completion"
+
+
+def test_rows_that_cannot_be_answered_say_why(whole):
+    refused = {
+        name: one["body"]["error"]["message"]
+        for name, one in whole.items()
+        if one["status_code"] == 400
+    }
+    assert refused.keys() == {"foreign", "long"}
+    assert "'temprature' Did you mean 'temperature'" in refused["foreign"].replace("?", "")
+    assert "200 tokens" in refused["long"]
+
+
+def test_a_batch_goes_on_where_it_stopped(engine, whole, tmp_path):
+    source, out = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+
+    class Stop(Exception):
+        pass
+
+    def stop(done, every):
+        if done >= 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        answer_batch(source, out, engine, SPEAKER, progress=stop)
+    assert engine.stats().num_running == 0
+    lines = out.read_bytes()
+    out.write_bytes(lines + b'{"id": "batch_req_r9", "custom_')
+    before = len(lines.splitlines())
+    card = answer_batch(source, out, engine, SPEAKER)
+    assert card.answered == 16 - before
+    assert out.read_bytes().startswith(lines)
+    assert responses(out).keys() == whole.keys()
+    assert answer_batch(source, out, engine, SPEAKER).answered == 0
+
+
+def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
+    out = tmp_path / "out.jsonl"
+    cases = {
+        "share the custom_id 'a'": [row("a", {}), row("a", {})],
+        "line 1 of .* has no url, body": [{"custom_id": "a"}],
+    }
+    for message, rows in cases.items():
+        with pytest.raises(DataError, match=message):
+            answer_batch(written(tmp_path / "in.jsonl", rows), out, engine, SPEAKER)
+        assert not out.exists()
+    out.write_text(json.dumps({"custom_id": "other"}) + "\n")
+    with pytest.raises(DataError, match="answers 'other', which no row of the input is called"):
+        answer_batch(written(tmp_path / "in.jsonl"), out, engine, SPEAKER)
+    (tmp_path / "in.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
+        answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
+
+
+def test_a_full_disk_loses_no_response(engine, whole, tmp_path):
+    source, out = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(DataError, match="File too large"):
+            answer_batch(source, out, engine, SPEAKER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert engine.stats().num_running == 0
+    before = out.read_bytes().count(b"\n")
+    assert 0 < before < 16
+    assert answer_batch(source, out, engine, SPEAKER).answered == 16 - before
+    assert responses(out).keys() == whole.keys()
+
+
+def test_requests_of_parquet(engine, tmp_path):
+    pytest.importorskip("pyarrow")
+    from pyarrow import Table, parquet
+
+    rows = [one | {"body": json.dumps(one["body"])} for one in ROWS[:3]]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "in.parquet")
+    answer_batch(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine, SPEAKER)
+    assert responses(tmp_path / "out.jsonl").keys() == {"r0", "r1", "r2"}
