@@ -31,6 +31,7 @@ def find_rules(
     mesh: str | MeshConfig | None = None,
     rules: AxisRules | None = None,
     inputs: Inputs = (),
+    wrt: Any = None,
     precision: str | Precision = "bf16",
     microbatches: int | None = None,
     seconds: float = 60.0,
@@ -56,6 +57,7 @@ def find_rules(
         rules: Rules that decide the parameters that they name, by their paths or by the metadata
             of the model. Their rules for activations are not read.
         inputs: Example arguments of the module; for linen.
+        wrt: The trained variables, as for `init_state`. Other parameters have rules too.
         precision: Precision as for `make_train_step`.
         microbatches: Parts of a batch that run one after the other; if left out, the number with
             which the step fits and is quickest. Train with `microbatches=found.microbatches`.
@@ -73,7 +75,7 @@ def find_rules(
         RuleError: If the given rules place parameters of one structure differently.
         DoesNotFitError: If no layout fits into the devices; it says how much is missing.
         PartitionError: If no answer was found in time.
-        ModelError: If the model cannot be created, or has parameters that are not trained.
+        ModelError: If the model cannot be created.
         DataError: If a leaf of the batch has no rows.
         ConfigError: If `microbatches` or `seconds` is not positive.
     """
@@ -82,7 +84,7 @@ def find_rules(
             f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
         )
     cluster, dtypes = of_one_kind(on), precision_named(precision)
-    module = functional(make, inputs)
+    module = functional(make, inputs, wrt)
     traced = trace_loss(module, loss, batch, optimizer, dtypes)
     placed = rules or fsdp_alone(module.axes)
     options: dict[str, Any] = {"inputs": inputs, "precision": dtypes, "names": traced.names}

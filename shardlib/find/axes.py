@@ -12,7 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -85,12 +85,14 @@ class Tensor:
     `PARAMS_TABLE`. Empty if the model does not place it."""
     read_as: Names = ()
     """The rules by which operations read a parameter."""
+    trained: bool = True
+    """Whether a parameter has a gradient."""
 
     @property
     def differentiated(self) -> bool:
         """Whether it has a gradient."""
         is_float = jnp.issubdtype(self.aval.dtype, jnp.inexact)
-        return is_float and self.kind in ("param", "activation")
+        return is_float and (self.kind == "activation" or (self.kind == "param" and self.trained))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +113,7 @@ class TracedAxes:
         closed: The program of the loss.
         kinds: Whether each argument is a parameter or an input.
         names: The rules that place each argument, as in `Tensor.names`, of the first ones.
+        frozen: Positions of the parameters that are not trained.
         fenced: Whether to keep recomputations apart, as in a program that has a backward pass.
     """
 
@@ -119,6 +122,7 @@ class TracedAxes:
         closed: ClosedJaxpr,
         kinds: Sequence[Kind],
         names: Sequence[Names] = (),
+        frozen: Collection[int] = (),
         *,
         fenced: bool = False,
     ):
@@ -139,14 +143,15 @@ class TracedAxes:
         """Whether the backward pass computes layers again."""
         self._times = 1.0
         """How often the operations at hand run."""
+        arguments = zip(closed.jaxpr.invars, kinds, strict=True)
         self.inputs = [
-            self._tensor(array_of(var), kind, of)
-            for var, kind, of in zip(
-                closed.jaxpr.invars,
-                kinds,
-                (*names, *((),) * (len(kinds) - len(names))),
-                strict=True,
+            self._tensor(
+                array_of(var),
+                kind,
+                names[at] if at < len(names) else (),
+                trained=at not in frozen,
             )
+            for at, (var, kind) in enumerate(arguments)
         ]
         constants = [self._tensor(array_of(var), "constant") for var in closed.jaxpr.constvars]
         self._run(closed.jaxpr, [*constants, *self.inputs])
@@ -156,11 +161,16 @@ class TracedAxes:
         return tuple(map(self.dims.root, tensor.nodes))
 
     def _tensor(
-        self, aval: ShapedArray, kind: Kind, names: Names = (), read_as: Names = ()
+        self,
+        aval: ShapedArray,
+        kind: Kind,
+        names: Names = (),
+        read_as: Names = (),
+        trained: bool = True,
     ) -> Tensor:
         shape = getattr(aval, "shape", ())
         nodes = tuple(map(self.dims.new, shape))
-        return Tensor(aval, nodes, kind, self._times, names, read_as)
+        return Tensor(aval, nodes, kind, self._times, names, read_as, trained)
 
     @contextlib.contextmanager
     def _repeated(self, trips: int) -> Iterator[None]:
@@ -195,7 +205,8 @@ class TracedAxes:
         if operation.name in ELEMENTWISE:
             return self._elementwise(operation, operands)
         kind = _kind(operands)
-        results = [self._tensor(var.aval, kind) for var in operation.outvars]
+        trained = _trained(kind, operands)
+        results = [self._tensor(v.aval, kind, trained=trained) for v in operation.outvars]
         factors = factors_of(operation) or _whole(operation)
         self._connect(factors, (*operands, *results))
         self._use(operation.name, factors, tuple(operands), tuple(results))
@@ -215,7 +226,8 @@ class TracedAxes:
         leading = [t for t in alike if (t.kind == "param") == (kind == "param")]
         names = next((t.names for t in leading if t.names), ())
         read_as = next((t.read_as for t in leading if t.read_as), ())
-        results = [self._tensor(var.aval, kind, names, read_as) for var in operation.outvars]
+        placed = names, read_as, _trained(kind, operands)
+        results = [self._tensor(var.aval, kind, *placed) for var in operation.outvars]
         self._connect(factors_of(operation) or _whole(operation), (*operands, *results))
         if operation.name in _SAVES_RESULTS:
             self._save(results)
@@ -309,7 +321,7 @@ class TracedAxes:
         rows = []
         with self._repeated(length):
             for tensor, var in zip(operands[kept:], body.jaxpr.invars[kept:], strict=True):
-                named = tensor.names[1:], tensor.read_as[1:]
+                named = tensor.names[1:], tensor.read_as[1:], tensor.trained
                 row = self._tensor(array_of(var), tensor.kind, *named)
                 self.dims.connect(operands[kept].nodes[0], tensor.nodes[0])
                 self.layers.append(tensor.nodes[0])
@@ -395,6 +407,10 @@ def _kind(operands: Sequence[Tensor]) -> Kind:
             # An input that meets a parameter has a gradient from there on.
             return "activation" if "param" in kinds else kind
     return "param" if "param" in kinds else "constant"
+
+
+def _trained(kind: Kind, operands: Sequence[Tensor]) -> bool:
+    return kind != "param" or any(t.trained for t in operands if t.kind == "param")
 
 
 def params_table(names: Names) -> Names:

@@ -52,6 +52,8 @@ class TensorClass:
     shape: tuple[int, ...]
     names: Names
     """The rules that place them, as in `Tensor.names`."""
+    trained: bool
+    """Whether they have gradients and optimizer state, if they are parameters."""
     width: int
     """Bytes of an element."""
     copies: int = 0
@@ -148,7 +150,7 @@ class Classes:
         """Returns the number of a tensor's class."""
         axes = tuple(self._numbers[root] for root in self._traced.axes(tensor))
         kind: Kind = "param" if tensor.kind == "param" else "activation"
-        key = kind, axes, tensor.aval.shape, tensor.names
+        key = kind, axes, tensor.aval.shape, tensor.names, tensor.trained
         if key not in self._tensor_numbers:
             self._tensor_numbers[key] = len(self.tensors)
             width = num_bytes(tensor.aval) // max(math.prod(tensor.aval.shape), 1)

@@ -206,8 +206,9 @@ class LayoutProblem(IntegerProgram):
             held = self.objective.saved_scale * tensor.saved_bytes / parts
             if tensor.copies:
                 elements = tensor.elements * tensor.copies / parts
-                cost += _UPDATE_PASSES * elements / self.rates.memory
-                held += self.objective.state_bytes * elements
+                if tensor.trained:
+                    cost += _UPDATE_PASSES * elements / self.rates.memory
+                held += (self.objective.state_bytes if tensor.trained else tensor.width) * elements
             options[dims] = self.variable(cost, "passes", whole=True)
             if held:
                 self.memory.append((options[dims], held))

@@ -31,7 +31,7 @@ from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import SEQUENCE, STANDARD, AxisRules
-from shardlib.sharding.partition import place
+from shardlib.sharding.partition import place, place_model_state
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that cut the batch."""
@@ -139,10 +139,12 @@ class Search:
         """Returns bytes that a device holds at least: state and saved activations in all pieces."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         tensors = self.classes.tensors
-        elements = sum(tensor.elements * tensor.copies for tensor in tensors)
+        held = sum(
+            t.elements * t.copies * (self.traced.state_bytes if t.trained else t.width)
+            for t in tensors
+        )
         saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
-        state = self.traced.state_bytes * elements / (layout.fsdp * layout.tensor)
-        return state + saved / layout.num_devices
+        return held / (layout.fsdp * layout.tensor) + saved / layout.num_devices
 
     def on_mesh(self, sizes: dict[str, int], microbatches: int, seconds: float) -> FoundRules:
         """Returns the rules for one mesh: by the cost model of traced programs the quickest of what
@@ -258,9 +260,14 @@ class Search:
         if self.given is None:
             return {}
         mesh = abstract_mesh(str(layout), layout.num_devices)
-        placed = place(self.traced.params, self.traced.module.axes, self.given, mesh)
+        axes, module = self.traced.module.axes, self.traced.module
+        placed = place(self.traced.params, axes, self.given, mesh)
+        state = place_model_state(self.traced.model_state, axes, self.given, mesh, module.frozen)
+        placed |= {path: one for path, one in state.items() if path in module.frozen}
+        at = dict(zip(self.traced.paths, self.classes.arguments, strict=True))
         decided: dict[int, dict[Dims | None, str]] = collections.defaultdict(dict)
-        for (path, one), number in zip(placed.items(), self.classes.arguments, strict=False):
+        for path, one in placed.items():
+            number = at[path]
             is_given = one.origin != "auto"
             dims = from_spec(one.spec, len(one.shape)).dims if is_given else None
             decided[number].setdefault(dims, path)

@@ -6,7 +6,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from shardlib.errors import DataError, ModelError
+from shardlib.errors import DataError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
@@ -32,8 +32,10 @@ class TracedLoss:
     """The paths of the arguments of the program."""
     params: PyTree
     """Shapes of the parameters in their stored dtype."""
+    model_state: PyTree
+    """Shapes of the model state, with parameters that are not trained."""
     state_bytes: float
-    """Bytes of state for an element of a parameter: the parameter, a float32 gradient and its part
+    """Bytes of state for an element of a trained parameter: itself, a float32 gradient and its part
     of the optimizer state."""
 
 
@@ -59,8 +61,11 @@ def trace_loss(
     loss = called_by_position(loss)
     params, model_state = module.shapes()
     refuse_no_params(module, params)
-    _check(module, batch)
+    _check(batch)
     params = jax.eval_shape(lambda p: precision.store(p, module.float32), params)
+    model_state = jax.eval_shape(
+        lambda held: precision.store(held, module.float32, only=module.frozen), model_state
+    )
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = (params, model_state, batch, key)
@@ -75,7 +80,8 @@ def trace_loss(
         with naming(FSDP, met):
             # JAX would return the cached first trace of a function.
             closed = jax.make_jaxpr(lambda *a: forward(*a))(*arguments)
-        names = [params_table(module.axes.get(path) or ()) for path in named_leaves(params)]
+        placed = [*named_leaves(params), *named_leaves(model_state)]
+        names = [params_table(module.axes.get(path) or ()) for path in placed]
     paths: list[str] = []
     kinds: list[Kind] = []
     named: tuple[tuple[PyTree, str, Kind], ...] = (
@@ -87,18 +93,21 @@ def trace_loss(
     for tree, prefix, kind in named:
         leaves = named_leaves(tree)
         paths += [prefix + path for path in leaves]
-        kinds.extend(kind for _ in leaves)
+        kinds.extend("param" if path in module.frozen else kind for path in leaves)
+    frozen = [at for at, path in enumerate(paths) if path in module.frozen]
     optimizer_bytes = sum(map(num_bytes, jax.tree.leaves(jax.eval_shape(optimizer.init, params))))
     leaves = jax.tree.leaves(params)
     elements = sum(leaf.size for leaf in leaves)
     held = sum(map(num_bytes, leaves)) + optimizer_bytes
     state_bytes = held / elements + 4
-    program = TracedAxes(closed, kinds, names)
-    return TracedLoss(module, frozenset(met), program, tuple(paths), params, state_bytes)
+    program = TracedAxes(closed, kinds, names, frozen)
+    return TracedLoss(
+        module, frozenset(met), program, tuple(paths), params, model_state, state_bytes
+    )
 
 
-def _check(module: FunctionalModule, batch: PyTree) -> None:
-    """Raises for leaves without rows, and for parameters that are not trained."""
+def _check(batch: PyTree) -> None:
+    """Raises for leaves without rows."""
     wrong = [
         path or "the batch"
         for path, leaf in named_leaves(batch).items()
@@ -108,11 +117,4 @@ def _check(module: FunctionalModule, batch: PyTree) -> None:
         raise DataError(
             f"{', '.join(wrong) or 'the batch'} has no rows.\n"
             "  Give arrays or ShapeDtypeStructs [rows, ...], without scalars."
-        )
-    if module.frozen:
-        first = sorted(module.frozen)[:4]
-        raise ModelError(
-            f"{', '.join(first)}{', ...' if len(module.frozen) > 4 else ''}: parameters that are "
-            "not trained cannot be placed by found rules yet.\n"
-            "  Write rules for this model, or find rules for it without adapters."
         )

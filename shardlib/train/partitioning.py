@@ -85,7 +85,7 @@ class LossPartitioner:
             return {}
         kinds: tuple[Kind, ...] = ("param", "constant", "input", "constant", "constant")
         named: list[tuple[str, Kind]] = [
-            (path, kind)
+            (path, "param" if path in self.definition.module.frozen else kind)
             for tree, kind in zip(arguments, kinds, strict=True)
             for path in named_leaves(tree)
         ]

@@ -118,7 +118,9 @@ def abstract_state(
 
     step, params, model_state, opt_state, rng = jax.eval_shape(start, *shapes, rng)
     if scope.rules.names is not None:
+        held = {path: x.shape for path, x in named_leaves(model_state).items()}
         shapes_by_path = {path: x.shape for path, x in named_leaves(params).items()}
+        shapes_by_path |= {path: held[path] for path in module.frozen}
         scope.rules.names.check_params(shapes_by_path, module.name)
     places = {
         section: place(params, module.axes, scope.rules.of(section), scope.mesh)
