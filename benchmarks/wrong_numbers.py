@@ -99,6 +99,8 @@ def supervise(seeds: list[int], modes: list[str]) -> Iterator[dict[str, Any]]:
         assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stdout:
+            if not line.startswith("{"):
+                continue  # A line of the integer solver.
             record = json.loads(line)
             if "begins" in record:
                 seed, done = record["begins"], set()

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules, Price
 from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
-from shardlib.find.names import named_rules
+from shardlib.find.names import NamedAxes, named_rules
 from shardlib.find.problem import LayoutProblem, Objective, Solution
 from shardlib.find.questions import Questions
 from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
@@ -42,6 +42,8 @@ _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
 _NEAR = 0.05
 """Share of a step by which they must be quicker: both cost models err by a few percent."""
+
+_ROWS = "rows over tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,19 +158,17 @@ class Search:
             if other.sizes == sizes:
                 problem.forbid(other.solution)
         solutions = {"found": problem.solution(seconds)} | dict(self._by_hand(problem, seconds))
-        answers = {}
-        for name, solution in solutions.items():
-            named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
-            price = self._price(f"{name}, {layout}", named.rules, layout)
-            answers[name] = price, named, solution
+        answers = {n: self._answer(n, problem, one, layout) for n, one in solutions.items()}
         own = answers["found"]
+        if (rows := self._cut_rows(layout, own[0], seconds)) is not None:
+            answers[_ROWS] = rows
 
         def rank(answer: Any) -> tuple[bool, float]:
             price, bonus = answer[0], _NEAR * own[0].seconds * (answer is own)
             return price.memory_bytes > self.capacity_bytes, price.seconds - bonus
 
         ranked = sorted(answers.values(), key=rank)
-        _, named, solution = ranked[0]
+        _, named, solution, problem = ranked[0]
         prices = [price for price, *_ in ranked]
         if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
             alone = Layout(fsdp=layout.num_devices, microbatches=microbatches)
@@ -187,6 +187,29 @@ class Search:
             Questions(problem, solution, named.by_class, seconds),
             functools.partial(self.compared, microbatches),
         )
+
+    def _answer(
+        self, name: str, problem: LayoutProblem, solution: Solution, layout: Layout
+    ) -> tuple[Price, NamedAxes, Solution, LayoutProblem]:
+        named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
+        return self._price(f"{name}, {layout}", named.rules, layout), named, solution, problem
+
+    def _cut_rows(
+        self, layout: Layout, own: Price, seconds: float
+    ) -> tuple[Price, NamedAxes, Solution, LayoutProblem] | None:
+        """Returns the answer that cuts the rows of the batch over `tensor` as well; None where a
+        cut of other dims is quicker than to leave `tensor` idle."""
+        rows = layout.batch_shards * layout.tensor * layout.microbatches
+        if layout.tensor == 1 or self.workload.batch % rows:
+            return None
+        idle = self._price("idle", fsdp_alone(self.traced.module.axes), layout)
+        if self.given is not None or own.seconds < (1 - _NEAR) * idle.seconds:
+            return None
+        problem = LayoutProblem(self.classes, self._objective(layout, (*BATCH_AXES, "tensor")))
+        try:
+            return self._answer(_ROWS, problem, problem.solution(seconds), layout)
+        except (DoesNotFitError, PartitionError):
+            return None
 
     def compared(
         self, microbatches: int, name: str, rules: AxisRules, sizes: Mapping[str, int]
@@ -223,11 +246,11 @@ class Search:
             workload.peak_memory(layout, self.cluster).total,
         )
 
-    def _objective(self, layout: Layout) -> Objective:
+    def _objective(self, layout: Layout, cut_rows: Sequence[str] = BATCH_AXES) -> Objective:
         links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
         wide = jnp.dtype(self.workload.precision.compute).itemsize == 4
         cut = [axis for axis in reversed(AXES) if layout.size(axis) > 1]
-        batch = tuple(axis for axis in BATCH_AXES if layout.size(axis) > 1)
+        batch = tuple(axis for axis in cut_rows if layout.size(axis) > 1)
         pinned = {
             number: batch
             for number, axis in enumerate(self.classes.axes)

@@ -300,3 +300,31 @@ def test_names_of_ones_own_and_the_axis_of_a_loop():
     stacked = [t for t in found.classes.tensors if t.shape == (32, 16, 512)]
     assert stacked
     assert all(t.axes[0] == lengths for t in stacked)
+
+
+class Images(nnx.Module):
+    """Few channels on large images, of which none is worth a cut."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Conv(3, 32, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(32, 32, (3, 3), rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jax.nn.relu(self.first(x)))
+
+
+def test_rows_are_cut_over_tensor_where_nothing_else_is_worth_it():
+    def squared(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    def batch(size, make):
+        return {"x": make((16, size, size, 3))}
+
+    shapes = batch(128, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    found = find(Images, loss=squared, batch=shapes, on="v5e-8")
+    assert found.prices[0].name == "rows over tensor, fsdp=4,tensor=2"
+    assert dict(found.rules.activations)["batch"] == (("fsdp", "tensor"),)
+    host = batch(8, lambda shape: np.random.default_rng(0).normal(size=shape).astype("f"))
+    sl.testing.assert_equivalent(
+        Images, squared, host, ["fsdp=4,tensor=2"], rules=found.rules, steps=1
+    )
