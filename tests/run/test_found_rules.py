@@ -116,11 +116,14 @@ def _with(config, microbatches):
     )
 
 
+def test_adapters_and_what_they_adapt_get_rules(config):
+    adapted = resolve(config("finetune.targets=['**/up']"), H100).config.rules
+    assert {"up/base/kernel", "up/lora_a", "up/lora_b"} <= adapted.paths.keys()
+
+
 def test_wrong_configs(config):
     with pytest.raises(ConfigError, match=r"called 'atuo'\. Did you mean 'auto'"):
         config("rules=atuo")
-    with pytest.raises(ConfigError, match=r"finetune trains adapters.*\n.*Name a preset"):
-        resolve(config("finetune.targets=['**/up']"), H100)
     with pytest.raises(RuleError, match=r"no rule names the mesh axis 'tensor'.*\n.*rules=auto"):
         run.explain(config("model.width=16"), "8xh100")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shardlib.checkpoint.consensus import Peers
 from shardlib.config import from_dict, to_dict
 from shardlib.data import batch_spec
-from shardlib.errors import ConfigError, RuleError, ShardlibError
+from shardlib.errors import RuleError, ShardlibError
 from shardlib.find import FoundRules, find_rules
 from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
@@ -20,7 +20,7 @@ from shardlib.rules import AxisRules, RulesConfig
 from shardlib.run.checks import check_fit
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
-from shardlib.run.setup import Devices, data_of, model_maker
+from shardlib.run.setup import Devices, data_of, model_maker, trained
 from shardlib.train.reduce.reduction import ReductionConfig
 
 Notify = Callable[[str], None]
@@ -81,14 +81,8 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     With `train.microbatches=auto` they are for the number with which a step fits and is quickest.
 
     Raises:
-        ConfigError: If the run trains adapters.
         ShardlibError: The errors of `find_rules`.
     """
-    if config.finetune is not None:
-        raise ConfigError(
-            "rules: auto finds rules for models of which all parameters are trained, and finetune "
-            "trains adapters.\n  Name a preset, such as rules=standard."
-        )
     spec, _ = data_of(config)
     chosen, rows = family(config.model.name), config.train.global_batch
     check_fit(config, chosen, spec)
@@ -106,6 +100,7 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
         on=cluster,
         mesh=mesh,
         precision=config.precision,
+        wrt=trained(config),
         microbatches=None if counted == AUTO else counted,  # type: ignore[arg-type]
         notify=notify if mesh is None else lambda text: None,
     )
