@@ -252,7 +252,10 @@ class MoE(nnx.Module):
         self.router_bias = parameter(biases, "expert", float32=True) if has_bias else None
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        dispatch: moe.Dispatch | None = None,
     ) -> tuple[jax.Array, moe.RouterStats]:
         """Returns the results, in the dtype of `x`, and the statistics of this layer.
 
@@ -260,6 +263,7 @@ class MoE(nnx.Module):
             x: [batch, length, embed].
             mask: [batch, length] bool: masked-out positions take no place, are not counted, and get
                 nothing from routed experts. None for all tokens.
+            dispatch: In place of the config's.
         """
         config = self.config
         x = constrain(x, "batch", "length", "embed")
@@ -279,7 +283,7 @@ class MoE(nnx.Module):
             self.experts.weights(),
             self.glu,
             mask=mask,
-            dispatch=config.dispatch,
+            dispatch=dispatch or config.dispatch,
             capacity_factor=config.capacity_factor,
             exchange=config.exchange,
             chunks=config.exchange_chunks,

@@ -128,7 +128,10 @@ class Block(nnx.Module):
         x, stats = whole(x), None
         if isinstance(self.mlp, MoE):
             mask = None if context.segment_ids is None else context.segment_ids > 0
-            branch, stats = self.mlp(x, mask)
+            # The rows of a step of the engine are of many sequences, which take no places from each
+            # other.
+            dispatch = None if context.rows is None else "dropless"
+            branch, stats = self.mlp(x, mask, dispatch)
         else:
             branch = self.mlp(x)
         branch = branch if self.mlp_out_norm is None else self.mlp_out_norm(branch)

@@ -5,13 +5,22 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 from flax import nnx
 
+from shardlib.engine.arguments import (
+    Prompt,
+    check_same,
+    check_sizes,
+    context_of,
+    one_each,
+    one_sampling,
+    prompt_list,
+    token_ids,
+)
 from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
@@ -21,14 +30,11 @@ from shardlib.errors import ModelError
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope
 
-Prompt = str | Sequence[int]
 _SMALL = 2
 """Lanes of the smaller program that reads prompts."""
 _LEAST_ROWS = 64
 """Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
 than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
-DEFAULT_CONTEXT = 4096
-"""Positions of a sequence where the model has any number, or more."""
 
 
 class TextTokenizer(Protocol):
@@ -82,8 +88,12 @@ class Request:
         return "" if self.stream is None else self.stream.shown()
 
     def answer(self) -> Completion:
-        """Returns the complete answer."""
-        assert self.finish_reason is not None, "the answer is not complete"
+        """Returns the complete answer; raises `ModelError` if the request is not finished."""
+        if self.finish_reason is None:
+            raise ModelError(
+                f"the answer has {len(self.tokens)} tokens and is not complete.\n"
+                "  Call step until the request is finished, or cancel it."
+            )
         text = "" if self.stream is None else self.stream.text
         cached = self.sequence.num_cached or 0
         return Completion(
@@ -121,8 +131,8 @@ class Engine:
         servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`. It
             is served on the mesh and by the rules that it was loaded under.
         slots: Sequences that are continued at once.
-        context: Most tokens of a prompt and its answer; None for all that the model has, at most
-            4096.
+        context: Most tokens of a prompt and its answer; None for all that the model and `pages`
+            have, at most 4096.
         pages: Pages of the cache; None for as many as all slots need at most.
         page_size: Positions of a page.
         chunk: Tokens of prompts that a step reads at most.
@@ -157,8 +167,10 @@ class Engine:
                 f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
                 "  Load a language model, such as Llama or GPT-2."
             )
-        self.context = _context(context, decoding.max_length(servable.config))
-        _check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane)
+        few = {} if pages is None else {"pages": pages}
+        check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
+        positions = None if pages is None else pages * page_size
+        self.context = context_of(context, decoding.max_length(servable.config), positions)
         self.vocab_size: int = servable.config.vocab_size
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
@@ -190,13 +202,15 @@ class Engine:
             lane_counts=sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)}),
             least_drawn=least_rows,
         )
-        self._params = nnx.state(servable.model)
-        self._state: DeviceState = self._programs.initial(self._params, num_pages, page_size)
+        params = nnx.state(servable.model)
+        self._shardings = jax.tree.map(lambda x: x.sharding, params)
+        self._params = self._placed(params)
+        self._cache_sizes = num_pages, page_size
+        self._state: DeviceState = self._programs.initial(self._params, *self._cache_sizes)
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
         self._in_flight: collections.deque[tuple[EngineStep, Drawn]] = collections.deque()
-        self._version = 0
         self._counts = collections.Counter[str]()
 
     def submit(
@@ -220,7 +234,7 @@ class Engine:
         Raises:
             ModelError: If the prompt is empty, too long, or has tokens that the model lacks.
         """
-        sampling = _sampling(sampling, options)
+        sampling = one_sampling(sampling, options)
         tokens = self._encoded(prompt)
         left = self.context - len(tokens)
         if left < 1:
@@ -244,7 +258,6 @@ class Engine:
             sampling=sampling,
             stops=frozenset((*sampling.stop_tokens, *ends)),
             priority=priority,
-            root=b"version %d" % self._version,
         )
         now = time.monotonic()
         deadline = None if timeout_seconds is None else now + timeout_seconds
@@ -264,28 +277,57 @@ class Engine:
                 self._finish(request, reason)
 
     def step(self) -> bool:
-        """Runs one step, and reads the tokens of the last one; returns whether work is left."""
+        """Runs one step, and reads the tokens of the last one; returns whether work is left.
+
+        If it raises, also by an interrupt, no token is lost: a later step goes on from the tokens
+        that were read.
+        """
         with self._lock:
-            self._expire()
-            planned = self.scheduler.plan()
-            if planned is not None:
-                arrays = self._arranger.arrays(planned)
-                self._state, drawn = self._programs.run(self._params, self._state, arrays)
-                self._in_flight.append((planned, drawn))
-                self._counts["steps"] += 1
-            keep = 1 if self._overlap and planned is not None else 0
-            while len(self._in_flight) > keep:
-                self._read(*self._in_flight.popleft())
-            return self.scheduler.busy or bool(self._in_flight)
+            try:
+                return self._step()
+            except BaseException:
+                self._restart()
+                raise
+
+    def _step(self) -> bool:
+        self._expire()
+        planned = self.scheduler.plan()
+        if planned is not None:
+            arrays = self._arranger.arrays(planned)
+            self._state, drawn = self._programs.run(self._params, self._state, arrays)
+            self._in_flight.append((planned, drawn))
+            self._counts["steps"] += 1
+        keep = 1 if self._overlap and planned is not None else 0
+        while len(self._in_flight) > keep:
+            self._read(*self._in_flight.popleft())
+        return self.scheduler.busy or bool(self._in_flight)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, **options: Any
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **options: Any,
     ) -> list[Completion]:
-        """Returns the answers to prompts, in order. Arguments are as in `submit`."""
-        is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
-        every: Any = [prompts] if is_one else prompts
-        requests = [self.submit(prompt, sampling, **options) for prompt in every]
+        """Returns the answers to prompts, in order.
+
+        Args:
+            prompts: Texts or lists of token ids, or one of them.
+            sampling: As in `submit`, for all prompts, or one for each of them. Equal prompts with
+                equal seeds have equal answers.
+            options: As in `submit`.
+
+        Raises:
+            ModelError: If a prompt cannot be answered; then all are left out.
+        """
+        every = prompt_list(prompts)
+        samplings = one_each(sampling, len(every))
+        requests: list[Request] = []
         try:
+            for number, (prompt, one) in enumerate(zip(every, samplings, strict=True)):
+                try:
+                    requests.append(self.submit(prompt, one, **options))
+                except ModelError as error:
+                    raise ModelError(f"prompt {number}: {error}") from None
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -301,10 +343,14 @@ class Engine:
             raise ModelError("the model has no tokenizer.\n  Use generate, and read its ids.")
         request = self.submit(prompt, sampling, **options)
         try:
-            while not request.finished:
-                self.step()
+            while True:
+                # Another thread may finish it: the text is read after that.
+                finished = request.finished
                 if text := request.new_text():
                     yield text
+                if finished:
+                    return
+                self.step()
         finally:
             self.cancel(request)
 
@@ -313,17 +359,16 @@ class Engine:
         forgotten, and answers that have begun go on with the new ones.
 
         Args:
-            params: The state of a module of the same structure and shapes.
+            params: The state of a module of the same structure and shapes. Arrays that lie as the
+                engine's do are not copied: do not donate them.
 
         Raises:
             ModelError: If structure, shapes or dtypes differ.
         """
-        _check_same(self._params, params)
+        check_same(self._params, params)
         with self._lock:
-            shardings = jax.tree.map(lambda x: x.sharding, self._params)
-            self._params = jax.device_put(params, shardings)
-            self._version += 1
-            self.scheduler.pool.forget()
+            self._params = self._placed(params)
+            self.scheduler.forget()
 
     def stats(self) -> EngineStats:
         """Returns what the engine holds and has done."""
@@ -342,6 +387,12 @@ class Engine:
                 answer_tokens=self._counts["answer"],
                 num_compiled=self._programs.num_traced,
             )
+
+    def _placed(self, params: Any) -> Any:
+        """Returns parameters in the one form that steps are compiled for: bound to their devices,
+        and without the weak types of Python's numbers."""
+        strong = jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, params)
+        return jax.device_put(strong, self._shardings)
 
     def _read(self, step: EngineStep, drawn: Drawn) -> None:
         """Records the tokens of a step."""
@@ -366,20 +417,35 @@ class Engine:
         count = sequence.sampling.logprobs or 0
         top = zip(drawn.top_tokens[row, :count], drawn.top_logprobs[row, :count], strict=True)
         pairs = tuple((int(token), float(logprob)) for token, logprob in top)
+        is_stopped = request.stream is not None and request.stream.add(token)
         request.tokens.append(Token(token, float(drawn.logprobs[row]), pairs))
         self._counts["answer"] += 1
-        if request.stream is not None and request.stream.add(token):
+        if is_stopped:
             self.scheduler.end(sequence)
             self._finish(request, "stop")
         elif sequence.ended:
             self._finish(request, "length")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.stream is not None:
-            request.stream.finish()
-        request.finish_reason, request.finished_at = reason, time.monotonic()
-        self._counts["cached"] += request.sequence.num_cached or 0
         del self._requests[request.sequence]
+        self._counts["cached"] += request.sequence.num_cached or 0
+        try:
+            if request.stream is not None:
+                request.stream.finish()
+        finally:
+            request.finish_reason, request.finished_at = reason, time.monotonic()
+
+    def _restart(self) -> None:
+        """Drops a step that failed: the cache may be lost, and the schedule half made."""
+        self._in_flight.clear()
+        for request in list(self._requests.values()):
+            request.sequence.out = [token.id for token in request.tokens]
+            if len(request.tokens) == request.sequence.max_tokens:
+                self._finish(request, "length")
+        self.scheduler.restart(self._requests)
+        # The old cache first, or two of them would have to fit.
+        jax.tree.map(lambda x: x.delete(), self._state)
+        self._state = self._programs.initial(self._params, *self._cache_sizes)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -393,7 +459,7 @@ class Engine:
                 raise ModelError("the model has no tokenizer.\n  Give token ids.")
             encoded = self.tokenizer.encode(prompt)
             prompt = getattr(encoded, "ids", encoded)
-        tokens = tuple(map(int, prompt))
+        tokens = token_ids(prompt)
         if not tokens:
             raise ModelError("the prompt has no tokens.\n  Start from 1 token or more.")
         wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
@@ -409,46 +475,5 @@ class Engine:
         return self.tokenizer.decode(list(tokens))
 
 
-def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
-    if sampling is not None and options:
-        raise ModelError(
-            f"sampling is given, and {', '.join(options)} as well.\n"
-            "  Set these fields in the Sampling."
-        )
-    return Sampling(**options) if sampling is None else sampling
-
-
-def _context(asked: int | None, have: int | None) -> int:
-    context = min(have or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if asked is None else asked
-    if context < 2 or (have is not None and context > have):
-        most = "any number" if have is None else f"at most {have}"
-        raise ModelError(
-            f"context={context}, and the model has {most} positions.\n"
-            f"  Give from 2 to {have or DEFAULT_CONTEXT} tokens."
-        )
-    return context
-
-
-def _check_sizes(**sizes: int) -> None:
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-    if wrong or sizes["chunk"] % sizes["lane"]:
-        raise ModelError(
-            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
-            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
-        )
-
-
-def _check_same(old: Any, new: Any) -> None:
-    shapes = [
-        {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
-        for leaves in (jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new))
-    ]
-    differing = sorted(
-        path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)
-    )
-    if differing:
-        raise ModelError(
-            f"the new parameters differ in {', '.join(differing[:4])}"
-            f"{' and more' if len(differing) > 4 else ''}.\n"
-            "  Give the state of a module with the same shapes and dtypes."
-        )
+def _is_weak(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.weak_type

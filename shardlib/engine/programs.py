@@ -81,7 +81,9 @@ class EnginePrograms:
                 pages = self._decoding.pages(model, num_pages, page_size)
             return DeviceState(pages, jnp.zeros(self.num_slots, jnp.int32))
 
-        return jax.jit(empty)(params)
+        state = jax.jit(empty)(params)
+        # Bound to their devices, as the states that steps return.
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
     def run(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
@@ -185,7 +187,7 @@ def settings_of(sampling: Sequence[Sampling | None]) -> Settings:
     def column(name: str, dtype: Any) -> Any:
         return np.asarray([getattr(s or _GREEDY, name) for s in sampling], dtype)
 
-    wants = [s is not None and s.logprobs is not None for s in sampling]
+    wants = [s is not None and bool(s.logprobs) for s in sampling]
     floats = functools.partial(column, dtype=np.float32)
     return Settings(
         floats("temperature"),

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 from shardlib.errors import ModelError
 
@@ -48,22 +49,36 @@ class Sampling:
         object.__setattr__(self, "stop", _tuple(self.stop))
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         checks = {
-            f"max_tokens={self.max_tokens}, which must be 1 or more": self.max_tokens is None
-            or self.max_tokens >= 1,
+            f"max_tokens={self.max_tokens}, which must be an integer of 1 or more": (
+                self.max_tokens is None or _within(self.max_tokens, 1, math.inf)
+            ),
             f"temperature={self.temperature}, which must be 0 or more": 0
             <= self.temperature
             < math.inf,
-            f"top_k={self.top_k}, which must be 0 or more": self.top_k >= 0,
+            f"top_k={self.top_k}, which must be an integer from 0 to 2**31 - 1": _within(
+                self.top_k, 0, 2**31 - 1
+            ),
             f"top_p={self.top_p}, which must be above 0 and at most 1": 0 < self.top_p <= 1,
             f"min_p={self.min_p}, which must be from 0 to 1": 0 <= self.min_p <= 1,
-            f"seed={self.seed}, which must be from 0 to 2**32 - 1": 0 <= self.seed < 2**32,
-            "an empty stop text": all(self.stop),
-            f"logprobs={self.logprobs}, which must be from 0 to {MOST_LOGPROBS}": self.logprobs
-            is None
-            or 0 <= self.logprobs <= MOST_LOGPROBS,
+            f"seed={self.seed}, which must be an integer from 0 to 2**32 - 1": _within(
+                self.seed, 0, 2**32 - 1
+            ),
+            f"stop={self.stop}, which must be texts that are not empty": all(
+                isinstance(one, str) and one for one in self.stop
+            ),
+            f"stop_tokens={self.stop_tokens}, which must be integers": all(
+                isinstance(one, Integral) for one in self.stop_tokens
+            ),
+            f"logprobs={self.logprobs}, which must be an integer from 0 to {MOST_LOGPROBS}": (
+                self.logprobs is None or _within(self.logprobs, 0, MOST_LOGPROBS)
+            ),
         }
         if wrong := [words for words, holds in checks.items() if not holds]:
             raise ModelError(f"sampling has {'; '.join(wrong)}.\n  Change these values.")
+
+
+def _within(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, Integral) and least <= int(value) <= most
 
 
 def _tuple(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -47,7 +47,10 @@ def draw(
     is_drawn = settings.temperature > 0
 
     def drawn() -> jax.Array:
-        scaled = logits / jnp.where(is_drawn, settings.temperature, 1.0)[:, None]
+        # The likeliest is 0, which no temperature makes infinite; below `tiny` one may count as 0.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        least = jnp.maximum(settings.temperature, jnp.finfo(jnp.float32).tiny)
+        scaled = below / jnp.where(is_drawn, least, 1.0)[:, None]
         tokens = jax.vmap(_categorical)(_cut(scaled, settings), settings.seed, positions)
         return jnp.where(is_drawn, tokens, likeliest)
 

@@ -8,7 +8,7 @@ slot and pages at once, because later steps run after it.
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardlib.engine.page_pool import PagePool, page_key
 from shardlib.engine.requests import Sampling
@@ -48,6 +48,8 @@ class SequenceState:
     """Of full pages of known tokens."""
     num_offered: int = 0
     """Pages that were offered to other sequences."""
+    is_stale: bool = False
+    """Whether its pages are never offered, as other weights have computed some of them."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -129,6 +131,7 @@ class Scheduler:
         self.share_prefixes = share_prefixes
         self.waiting: list[SequenceState] = []
         self.running: dict[int, SequenceState] = {}
+        self._num_slots = num_slots
         self._free_slots = list(range(num_slots))
         self._count = 0
         self.num_preemptions = 0
@@ -172,6 +175,23 @@ class Scheduler:
             self.end(sequence)
         elif sequence.slot is not None:
             self._offer(sequence)
+
+    def forget(self) -> None:
+        """Forgets all prefixes, also those that running sequences have begun."""
+        self.pool.forget()
+        for sequence in self.running.values():
+            sequence.is_stale = True
+
+    def restart(self, sequences: Iterable[SequenceState]) -> None:
+        """Begins with an empty cache: `sequences` wait, with the tokens that they have."""
+        self.pool = PagePool(self.pool.num_pages)
+        self.waiting, self.running = [], {}
+        self._free_slots = list(range(self._num_slots))
+        for sequence in sequences:
+            sequence.slot, sequence.pages, sequence.ended = None, [], False
+            sequence.computed = sequence.in_flight = sequence.num_offered = 0
+            del sequence.keys[sequence.num_known // self.page_size :]
+            self._queue(sequence)
 
     def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
@@ -266,6 +286,7 @@ class Scheduler:
         sequence.pages = [*pages, *taken]
         sequence.computed = len(pages) * self.page_size
         sequence.num_offered, sequence.read_until = len(pages), known
+        sequence.is_stale = False
         if sequence.num_cached is None:
             sequence.num_cached = sequence.computed
         return sequence
@@ -278,7 +299,7 @@ class Scheduler:
 
     def _offer(self, sequence: SequenceState) -> None:
         """Offers the pages that are full of known tokens."""
-        if not self.share_prefixes:
+        if not self.share_prefixes or sequence.is_stale:
             return
         full = min(sequence.computed, sequence.num_known) // self.page_size
         self._extend_keys(sequence, full)

@@ -28,9 +28,9 @@ class TextStream:
 
     def add(self, token: int) -> bool:
         """Adds a token; returns whether a stop text is complete, which ends the answer."""
-        self._tokens.append(token)
         before = self._decode(self._tokens[self._start : self._read])
-        after = self._decode(self._tokens[self._start :])
+        after = self._decode([*self._tokens[self._start :], token])
+        self._tokens.append(token)
         if after.endswith(_UNFINISHED):
             return False
         self._start, self._read = self._read, len(self._tokens)
@@ -47,10 +47,12 @@ class TextStream:
     def _extend(self, new: str) -> bool:
         # A stop text may begin in what was known before.
         first = max(len(self.text) - self._longest, 0)
-        self.text += new
-        found = [at for stop in self._stop if (at := self.text.find(stop, first)) >= 0]
+        text = self.text + new
+        found = [at for stop in self._stop if (at := text.find(stop, first)) >= 0]
+        # Another thread may read the text, so that it never holds a stop text.
+        self.text = text[: min(found)] if found else text
         if found:
-            self.text, self.stopped, self._longest = self.text[: min(found)], True, 0
+            self.stopped, self._longest = True, 0
         return self.stopped
 
     def shown(self) -> str:

@@ -46,6 +46,7 @@ def load_run(run_dir: str, *, mesh: str | None = None, step: int | None = None) 
         ConfigError: If the directory holds no run.
         CheckpointError: If the run has no valid checkpoint, or none of `step`.
         MeshError: If the mesh does not fit the devices.
+        DataError: If its tokenizer is missing, or not the one that it was trained with.
         ModelError: If it was not trained on text.
     """
     restored = restore_model(run_dir, mesh=mesh, step=step, of_text=True)

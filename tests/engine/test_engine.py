@@ -1,17 +1,19 @@
 """Answers of the engine: those of the model alone, with the same bits in any company."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_decoder import VOCAB
+from small_decoder import VOCAB, made
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine, Sampling
 from shardlib.errors import ModelError
+from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import generate
 
 
@@ -134,14 +136,23 @@ def test_an_answer_ends_before_stops(served):
     assert (cut.ids, cut.finish_reason) == (whole.ids[: whole.ids.index(end)], "stop")
 
 
-def test_updated_parameters_answer_from_the_next_step_on(served):
-    engine = Engine(served, context=128)
+def test_updated_parameters_answer_from_the_next_step_on(served, caplog):
+    engine = Engine(served, context=128, chunk=64)
+    with jax.log_compiles():
+        engine.generate(prompts(8, longest=90), max_tokens=4)
+    assert "_step" in caplog.text
+    caplog.clear()
     before = engine.generate([list(range(40))], max_tokens=4)
     params = jax.tree.map(lambda x: x * 1.5, nnx.state(served.model))
-    engine.update(params)
-    after = engine.generate([list(range(40))], max_tokens=4)
+    with jax.log_compiles():
+        engine.update(params)
+        after = engine.generate([list(range(40))], max_tokens=4)
     assert bits(before) != bits(after)
     assert after[0].cached_tokens == 0
+    with jax.log_compiles():
+        engine.update(jax.tree.map(np.asarray, params))
+        assert bits(engine.generate([list(range(40))], max_tokens=4)) == bits(after)
+    assert "_step" not in caplog.text
     graphdef = nnx.graphdef(served.model)
     logits = nnx.merge(graphdef, params)(jnp.arange(40, dtype=jnp.int32)[None])[0, -1]
     assert after[0].ids[0] == int(jnp.argmax(logits))
@@ -180,3 +191,101 @@ def test_text_comes_as_it_is_known(served):
     stop = whole.text[5:8]
     (cut,) = engine.generate(" 1+1=2 ", max_tokens=16, temperature=1.0, seed=3, stop=stop)
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
+
+
+@pytest.fixture(scope="module")
+def engine(served):
+    tokens = dataclasses.replace(served, tokenizer=BytesTokenizer())
+    return Engine(tokens, context=128, slots=4, chunk=64)
+
+
+def test_prompts_and_samplings_in_every_form(engine):
+    ids, drawn = [3, 1, 4, 1, 5], {"max_tokens": 3}
+    (one,) = engine.generate(ids, **drawn)
+    for form in (np.asarray(ids), jnp.asarray(ids), tuple(ids), [ids], np.asarray([ids], np.uint8)):
+        assert [answer.ids for answer in engine.generate(form, **drawn)] == [one.ids]
+    assert engine.generate([]) == []
+    each = [Sampling(max_tokens=n, temperature=1.0, seed=n) for n in (1, 2)]
+    several = engine.generate((prompt for prompt in (ids, "12")), each)
+    assert [len(answer.ids) for answer in several] == [1, 2]
+    with pytest.raises(ModelError, match="sampling has 2 items for 1 prompts"):
+        engine.generate([ids], each)
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2.0], ["1", "2"], [True, False], [[1], [2, 3]]], ids=str)
+def test_prompts_that_are_no_token_ids(engine, prompt):
+    with pytest.raises(ModelError, match="expected a text or integers"):
+        engine.submit(prompt)
+    with pytest.raises(ModelError, match="prompt 1: the prompt has the tokens 96"):
+        engine.generate([[1], [96]])
+    assert engine.stats().num_waiting == 0
+
+
+def test_settings_that_no_step_can_take():
+    with pytest.raises(ModelError) as raised:
+        Sampling(max_tokens=1.5, top_k=2**31, seed=0.5, stop_tokens=("a",), stop=("",), logprobs=21)
+    for name in ("max_tokens=1.5", "top_k=2147483648", "seed=0.5", "stop_tokens=", "stop="):
+        assert f"{name}" in str(raised.value)
+
+
+def test_pages_bound_the_context(served, engine):
+    with pytest.raises(ModelError, match="context=128, and the pages have 32 positions"):
+        Engine(served, context=128, pages=2)
+    with pytest.raises(ModelError, match="pages=0"):
+        Engine(served, pages=0)
+    few = Engine(served, pages=2)
+    assert few.context == 32
+    assert few.submit([1] * 30).sequence.max_tokens == 2
+    with pytest.raises(ModelError, match="has 0 tokens and is not complete"):
+        engine.submit([1]).answer()
+    while engine.step():
+        pass
+
+
+def test_answers_go_on_after_a_step_that_failed(engine, monkeypatch):
+    asked = [[5, 6], [7, 8, 9], list(range(40)), [1]]
+    settings = {"max_tokens": 8, "temperature": 1.0}
+    right = [answer.ids for answer in engine.generate(asked, **settings)]
+    requests = [engine.submit(prompt, **settings) for prompt in asked]
+    places = [(engine._programs, "run"), (engine, "_read"), (engine._arranger, "arrays")]
+    for place, name in places:
+        engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    while engine.step():
+        pass
+    assert [request.answer().ids for request in requests] == right
+    assert engine.stats().pages_used == 0
+
+
+def test_a_sequence_is_not_poisoned_by_what_another_left(engine):
+    right = engine.generate([[5, 6]], max_tokens=8)
+    state = engine._state
+    pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.pages)
+    engine._state = state._replace(pages=pages)
+    engine.scheduler.forget()
+    assert bits(engine.generate([[5, 6]], max_tokens=8)) == bits(right)
+
+
+def test_a_stream_ends_with_its_last_text_when_another_thread_steps(engine):
+    (whole,) = engine.generate("12", max_tokens=40, temperature=1.0)
+    for _ in range(3):
+        stream = engine.stream("12", max_tokens=40, temperature=1.0)
+        pieces = [next(stream)]
+        other = threading.Thread(target=lambda: [None for _ in iter(engine.step, False)])
+        other.start()
+        pieces += stream
+        other.join()
+        assert "".join(pieces) == whole.text
+
+
+@pytest.mark.soak
+def test_experts_with_a_capacity_take_every_token():
+    config = MoEConfig(num_experts=4, dispatch="capacity", capacity_factor=0.5)
+    model = made(moe=config)
+    asked = prompts(6)
+    together = Engine(model, **EXACT).generate(asked, max_tokens=8)
+    alone = Engine(model, **EXACT, slots=3)
+    assert bits(alone.generate([prompt], max_tokens=8)[0] for prompt in asked) == bits(together)

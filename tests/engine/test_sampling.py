@@ -59,3 +59,9 @@ def test_greedy_rows_take_the_likeliest_among_drawn_ones():
     expected = jax.lax.top_k(jax.nn.log_softmax(logits), 20)
     np.testing.assert_array_equal(drawn.top_tokens, expected[1])
     np.testing.assert_array_equal(drawn.top_logprobs, expected[0])
+
+
+def test_the_least_temperature_takes_the_likeliest():
+    logits = jnp.asarray([[-3.0, 2.0, 5.0, 4.0]])
+    drawn = draw(logits, settings_of([Sampling(temperature=1e-39)]), jnp.zeros(1, jnp.int32))
+    assert int(drawn.tokens[0]) == 2

@@ -131,6 +131,46 @@ def test_nothing_leaks_over_many_requests():
         simulate(seed, 3000)
 
 
+def test_a_page_that_other_weights_began_is_not_shared():
+    scheduler = Scheduler(num_slots=2, num_pages=20, page_size=2, num_lanes=4, lane_width=4)
+    old, new, late = (SequenceState((1, 1, 1, 1, 1), 6) for _ in range(3))
+    scheduler.add(old)
+    machine = Machine(scheduler)
+    machine.run()
+    machine.run()
+    scheduler.forget()
+    scheduler.add(new)
+    while not old.ended:
+        machine.run()
+    assert new.num_cached == 0
+    # The pages of the new one alone: those that hold known tokens, after the prompt too.
+    taken = set(new.pages)
+    scheduler.add(late)
+    machine.run()
+    assert late.num_cached == 4
+    assert set(late.pages[:2]) <= taken
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_are_right_after_restarts(seed):
+    rng = random.Random(seed)
+    scheduler = Scheduler(num_slots=3, num_pages=14, page_size=2, num_lanes=2, lane_width=4)
+    machine = Machine(scheduler)
+    sequences = [SequenceState((0,) * rng.randint(1, 9), rng.randint(1, 9)) for _ in range(12)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.busy or any(machine.in_flight):
+        if rng.random() < 0.1:
+            # A step that was planned, and never ran.
+            scheduler.plan()
+            machine.in_flight.clear()
+            scheduler.restart([s for s in sequences if len(s.out) < s.max_tokens])
+        machine.run()
+        whole(scheduler.pool)
+    assert [s.out for s in sequences] == [expected(s) for s in sequences]
+    assert scheduler.pool.num_used == 0
+
+
 def test_a_prompt_that_never_fits_is_refused():
     scheduler = Scheduler(num_slots=2, num_pages=5, page_size=4, num_lanes=1, lane_width=8)
     with pytest.raises(ModelError, match="17 tokens need 5 pages, and the cache has 4"):

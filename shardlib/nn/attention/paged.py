@@ -136,7 +136,8 @@ class _BlockReader(NamedTuple):
             query, position, table = row
 
             def add(number: jax.Array, sums: _Sums) -> _Sums:
-                return self._added(sums, query, position, number, *self._read(table, number))
+                read = self._read(table, number, position)
+                return self._added(sums, query, position, number, *read)
 
             return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
 
@@ -153,16 +154,17 @@ class _BlockReader(NamedTuple):
 
         def of_lane(lane: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
             query, positions, table = lane
+            last = jnp.max(positions)
 
             def add(number: jax.Array, sums: _Sums) -> _Sums:
-                key, value = self._read(table, number)
+                key, value = self._read(table, number, last)
 
                 def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
                     return self._added(*row, number, key, value)
 
                 return jax.lax.map(of_row, (sums, query, positions))
 
-            first, end = self._first(jnp.min(positions)), self._end(jnp.max(positions))
+            first, end = self._first(jnp.min(positions)), self._end(last)
             return jax.lax.fori_loop(first, end, add, many)
 
         sums = jax.lax.map(of_lane, (query, positions, self._whole_blocks(tables)))
@@ -180,15 +182,22 @@ class _BlockReader(NamedTuple):
     def _end(self, position: jax.Array) -> jax.Array:
         return position // self.block + 1
 
-    def _read(self, table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values of one block: [kv_heads, block, dims] each."""
+    def _read(
+        self, table: jax.Array, number: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of one block: [kv_heads, block, dims] each.
+
+        Values beyond the position `last` are 0: their weights are 0, but another sequence may have
+        left a NaN there.
+        """
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array) -> jax.Array:
             found = cache[self.layer, pages]
             return jnp.moveaxis(found, 0, 1).reshape(cache.shape[2], self.block, cache.shape[4])
 
-        return read(self.pages.key), read(self.pages.value)
+        is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
+        return read(self.pages.key), jnp.where(is_own[:, None], read(self.pages.value), 0)
 
     def _added(
         self,

@@ -1,0 +1,105 @@
+"""Arguments of the engine, checked before anything is queued or allocated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.engine.requests import Sampling
+from shardlib.errors import ModelError
+
+Prompt = str | Sequence[int]
+DEFAULT_CONTEXT = 4096
+"""Positions of a sequence where the model has any number, or more."""
+
+
+def one_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    """Returns a sampling, given as one or by its fields."""
+    if sampling is not None and options:
+        raise ModelError(
+            f"sampling is given, and {', '.join(options)} as well.\n"
+            "  Set these fields in the Sampling."
+        )
+    return Sampling(**options) if sampling is None else sampling
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Returns a list of prompts, also of a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    every = list(prompts)
+    is_one = bool(every) and not isinstance(every[0], str) and np.ndim(every[0]) == 0
+    return [every] if is_one else every
+
+
+def one_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling | None]:
+    """Returns a sampling for each of `count` prompts."""
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise ModelError(
+            f"sampling has {len(sampling)} items for {count} prompts.\n"
+            "  Give one for all prompts, or one for each."
+        )
+    return list(sampling)
+
+
+def token_ids(prompt: Any) -> tuple[int, ...]:
+    """Returns the ids of a prompt in any form of integers [n]."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # Rows of different lengths.
+        ids = np.asarray(prompt, object)
+    if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
+        raise ModelError(
+            f"the prompt is {ids.dtype}{list(ids.shape)}, expected a text or integers [n].\n"
+            "  Give the text, or the list of its token ids."
+        )
+    return tuple(ids.tolist())
+
+
+def context_of(asked: int | None, model: int | None, positions: int | None) -> int:
+    """Returns the most tokens of a sequence, of those asked for and those that the model and the
+    pages have; None for any number."""
+    have = min((n for n in (model, positions) if n is not None), default=None)
+    context = min(have or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if asked is None else asked
+    if positions is not None and context > positions:
+        raise ModelError(
+            f"context={context}, and the pages have {positions} positions.\n"
+            "  Give more pages, or a shorter context."
+        )
+    if context < 2 or (have is not None and context > have):
+        most = "any number" if have is None else f"at most {have}"
+        raise ModelError(
+            f"context={context}, and the model has {most} positions.\n"
+            f"  Give {'2 tokens or more' if have is None else f'from 2 to {have} tokens'}."
+        )
+    return context
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong or sizes["chunk"] % sizes["lane"]:
+        raise ModelError(
+            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
+            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
+        )
+
+
+def check_same(old: Any, new: Any) -> None:
+    """Raises `ModelError` if two trees differ in names, shapes or dtypes."""
+    shapes = [
+        {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
+        for leaves in (jax.tree.leaves_with_path(old), jax.tree.leaves_with_path(new))
+    ]
+    differing = sorted(
+        path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)
+    )
+    if differing:
+        raise ModelError(
+            f"the new parameters differ in {', '.join(differing[:4])}"
+            f"{' and more' if len(differing) > 4 else ''}.\n"
+            "  Give the state of a module with the same shapes and dtypes."
+        )
