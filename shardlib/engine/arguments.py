@@ -60,8 +60,8 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
 
 
 def context_of(asked: int | None, model: int | None, positions: int | None) -> int:
-    """Returns the most tokens of a sequence, of those asked for and those that the model and the
-    pages have; None for any number."""
+    """Returns the most tokens of a sequence: `asked`, or what the positions of the model and of the
+    pages allow, where None is any number."""
     have = min((n for n in (model, positions) if n is not None), default=None)
     context = min(have or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if asked is None else asked
     if positions is not None and context > positions:
