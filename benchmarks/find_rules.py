@@ -7,14 +7,11 @@ engineer would write; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`
 
     python benchmarks/find_rules.py
     python benchmarks/find_rules.py --models lstm,graph --meshes fsdp=8 --on cpu:8
-    python benchmarks/find_rules.py --on cpu:8 --parallax     # needs google-parallax
 
 For each program: MB that a device sends by ring algorithms, MiB at the peak, and the milliseconds
 of a step, for TPUs alone: the busy time and the network time that `explain` tells, one after the
 other, because these programs are not scheduled. `predicted` is what the search said of the found
-rules. `by axes` compares the traffic by collective and mesh axes, where either is above 1 MB.
-`--parallax` compiles what google-parallax's AutoSharding makes of a model, or prints its error; its
-step has plain SGD in place of AdamW, so that only traffic compares.
+rules. Below stands the traffic by collective and mesh axes, predicted and compiled, above 1 MB.
 
 The last line is JSON: the rows, the largest ratios of found rules to the others, and the largest
 errors of the predictions.
@@ -49,7 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     parser.add_argument("--on", default="v5e-8", help="a cluster of 8 devices")
     parser.add_argument("--tiny", action="store_true", help="the size of a run on CPU devices")
-    parser.add_argument("--parallax", action="store_true", help="compile google-parallax's AUTO")
     flags = parser.parse_args(arguments)
     start_platforms()
     cluster, devices = devices_of(flags.on)
@@ -90,8 +86,6 @@ def row(
     }
     made["sent_error"] = off(sum(found.traffic.values()), programs["found"].sent)
     made["peak_error"] = off(made["predicted"]["peak"], programs["found"].peak)
-    if flags.parallax:
-        made["parallax"] = parallax(name, mesh, flags, devices)
     return made
 
 
@@ -185,11 +179,6 @@ def compiled(name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices
     return Compiled(sum(by_axes.values()), by_axes, report.step.memory["peak"], seconds)
 
 
-def parallax(name: str, mesh: str, flags: Any, devices: Any) -> dict[str, Any]:
-    """Returns what a step by google-parallax sends, or its error."""
-    return {"error": "not run"}
-
-
 def text(row: dict[str, Any]) -> str:
     lines = [f"{row['model']} on {row['mesh']}"]
     for key in ("predicted", "found", "hand", "fsdp", "fsdp8"):
@@ -205,8 +194,6 @@ def text(row: dict[str, Any]) -> str:
         pair = told.get(key, 0.0), true.get(key, 0.0)
         if max(pair) > LEAST_BYTES:
             lines.append(f"    {key:30} {pair[0] / 1e6:9.1f} {pair[1] / 1e6:9.1f}")
-    if "parallax" in row:
-        lines.append(f"  parallax {row['parallax']}")
     return "\n".join(lines)
 
 
