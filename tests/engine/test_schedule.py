@@ -137,7 +137,6 @@ def test_a_page_that_other_weights_began_is_not_shared():
     scheduler.add(old)
     machine = Machine(scheduler)
     machine.run()
-    machine.run()
     scheduler.forget()
     scheduler.add(new)
     while not (old.ended and new.ended):
