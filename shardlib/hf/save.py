@@ -158,7 +158,21 @@ def _fill(view: np.ndarray, array: jax.Array, at: tuple[int, ...]) -> None:
         ranges = [range(*part.indices(n)) for part, n in zip(shard.index, array.shape, strict=True)]
         if shard.replica_id == 0 and all(map(operator.contains, ranges, at)):
             local = tuple(each.index(one) for each, one in zip(ranges, at, strict=False))
-            copy(view[(*shard.index[len(at) :], ...)], np.asarray(shard.data[local]))
+            copy(view[(*shard.index[len(at) :], ...)], _part(shard.data, local))
+
+
+def _part(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
+    """Returns an array of one device at leading indices, on the host."""
+    # Memory of the host is read in place. From elsewhere only the part travels, by one program for
+    # all indices.
+    if next(iter(array.devices())).platform == "cpu":
+        return np.asarray(array)[at]
+    return np.asarray(_at(array, at))
+
+
+@jax.jit
+def _at(array: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
+    return array[at]
 
 
 @functools.cache
