@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.engine.arguments import (
     Prompt,
@@ -203,7 +204,7 @@ class Engine:
             least_drawn=least_rows,
         )
         params = nnx.state(servable.model)
-        self._shardings = jax.tree.map(lambda x: x.sharding, params)
+        self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
         self._params = self._placed(params)
         self._cache_sizes = num_pages, page_size
         self._state: DeviceState = self._programs.initial(self._params, *self._cache_sizes)
@@ -475,5 +476,14 @@ class Engine:
         return self.tokenizer.decode(list(tokens))
 
 
+def _sharding(x: jax.Array, scope: Scope | None) -> Sharding:
+    """Returns the sharding of a parameter. What lies on one device, as the keys of dropout do, is
+    replicated on the mesh."""
+    if scope is None or len(x.sharding.device_set) > 1:
+        return x.sharding
+    return NamedSharding(scope.mesh, PartitionSpec())
+
+
 def _is_weak(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.weak_type
+    # The keys of dropout, which is off, are arrays without such a type.
+    return getattr(x, "weak_type", False)

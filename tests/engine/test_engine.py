@@ -289,3 +289,9 @@ def test_experts_with_a_capacity_take_every_token():
     together = Engine(model, **EXACT).generate(asked, max_tokens=8)
     alone = Engine(model, **EXACT, slots=3)
     assert bits(alone.generate([prompt], max_tokens=8)[0] for prompt in asked) == bits(together)
+
+
+def test_a_model_with_dropout_is_served_without_it():
+    served = made(dropout=0.5)
+    first, second = (Engine(served, context=64).generate([[1, 2]], max_tokens=3) for _ in range(2))
+    assert first[0].ids == second[0].ids
