@@ -88,6 +88,20 @@ def check_sizes(**sizes: int) -> None:
         )
 
 
+def check_exact(params: Any) -> None:
+    """Raises `ModelError` for parameters with which bits depend on other requests."""
+    kinds = {
+        (str(x.dtype), next(iter(x.sharding.device_set)).platform)
+        for x in jax.tree.leaves(params)
+        if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    }
+    if others := sorted(kinds - {("float32", "cpu")}):
+        raise ModelError(
+            f"deterministic=True with parameters in {' on '.join(others[0])}: it is for float32 on "
+            "a CPU.\n  Load the model with dtype=jnp.float32, or leave deterministic out."
+        )
+
+
 def check_same(old: Any, new: Any) -> None:
     """Raises `ModelError` if two trees differ in names, shapes or dtypes."""
     shapes = [

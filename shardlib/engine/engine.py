@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.engine.arguments import (
     Prompt,
+    check_exact,
     check_same,
     check_sizes,
     context_of,
@@ -145,7 +146,8 @@ class Engine:
             parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
 
     Raises:
-        ModelError: If the model is not a decoder that the engine runs, or sizes do not fit.
+        ModelError: If the model is not a decoder that the engine runs, sizes do not fit, or
+            `deterministic` is asked of other parameters than float32 on a CPU.
     """
 
     def __init__(
@@ -204,6 +206,8 @@ class Engine:
             least_drawn=least_rows,
         )
         params = nnx.state(servable.model)
+        if deterministic:
+            check_exact(params)
         self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
         self._params = self._placed(params)
         self._cache_sizes = num_pages, page_size

@@ -295,3 +295,11 @@ def test_a_model_with_dropout_is_served_without_it():
     served = made(dropout=0.5)
     first, second = (Engine(served, context=64).generate([[1, 2]], max_tokens=3) for _ in range(2))
     assert first[0].ids == second[0].ids
+
+
+def test_equal_bits_are_not_promised_in_16_bits(served):
+    graphdef, params = nnx.split(served.model)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    wrong = dataclasses.replace(served, model=nnx.merge(graphdef, half))
+    with pytest.raises(ModelError, match="deterministic=True with parameters in bfloat16 on cpu"):
+        Engine(wrong, context=64, deterministic=True)
