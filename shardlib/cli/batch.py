@@ -4,13 +4,16 @@ import dataclasses
 import json
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardlib.cli.arguments import AsJson, warn
 from shardlib.cli.checkpoint import one_step
 from shardlib.tables import aligned
+
+if TYPE_CHECKING:
+    from shardlib.serve import BatchCard
 
 _REPORT_SECONDS = 5.0
 
@@ -69,6 +72,10 @@ def batch(
         facts = dataclasses.asdict(card) | {"tokens_per_second": card.tokens_per_second}
         print(json.dumps(facts, indent=2))
         return
+    print(_card(out, card))
+
+
+def _card(out: str, card: "BatchCard") -> str:
     share = card.cached_tokens / max(card.prompt_tokens, 1)
     rows = [
         ("rows", f"{card.rows:,}"),
@@ -77,7 +84,7 @@ def batch(
         ("prompt tokens", f"{card.prompt_tokens:,}, {share:.0%} from the cache"),
         ("answer tokens", f"{card.answer_tokens:,}, {card.tokens_per_second:,.1f} a second"),
     ]
-    print("\n".join(aligned([("batch", out), *rows])))
+    return "\n".join(aligned([("batch", out), *rows]))
 
 
 class _Reporter:

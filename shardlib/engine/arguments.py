@@ -10,8 +10,6 @@ from shardlib.engine.requests import Sampling
 from shardlib.errors import ModelError
 
 Prompt = str | Sequence[int]
-DEFAULT_CONTEXT = 4096
-"""Positions of a sequence where the model has any number, or more."""
 
 
 def one_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
@@ -57,35 +55,6 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
             "  Give the text, or the list of its token ids."
         )
     return tuple(ids.tolist())
-
-
-def context_of(asked: int | None, model: int | None, positions: int | None) -> int:
-    """Returns the most tokens of a sequence: `asked`, or what the positions of the model and of the
-    pages allow, where None is any number."""
-    have = min((n for n in (model, positions) if n is not None), default=None)
-    context = min(have or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if asked is None else asked
-    if positions is not None and context > positions:
-        raise ModelError(
-            f"context={context}, and the pages have {positions} positions.\n"
-            "  Give more pages, or a shorter context."
-        )
-    if context < 2 or (have is not None and context > have):
-        most = "any number" if have is None else f"at most {have}"
-        raise ModelError(
-            f"context={context}, and the model has {most} positions.\n"
-            f"  Give {'2 tokens or more' if have is None else f'from 2 to {have} tokens'}."
-        )
-    return context
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-    if wrong or sizes["chunk"] % sizes["lane"]:
-        raise ModelError(
-            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
-            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
-        )
 
 
 def check_exact(params: Any) -> None:

@@ -2,11 +2,10 @@
 
 import collections
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,8 +15,6 @@ from shardlib.engine.arguments import (
     Prompt,
     check_exact,
     check_same,
-    check_sizes,
-    context_of,
     one_each,
     one_sampling,
     prompt_list,
@@ -27,44 +24,11 @@ from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
 from shardlib.engine.schedule import EngineStep, Scheduler, SequenceState
+from shardlib.engine.servable import Servable, TextTokenizer
+from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream
 from shardlib.errors import ModelError
-from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope
-
-_SMALL = 2
-"""Lanes of the smaller program that reads prompts."""
-_LEAST_ROWS = 64
-"""Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
-than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
-
-
-class TextTokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    def encode(self, text: str) -> Any:
-        """Returns token ids, or an object that has them as `ids`."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of tokens."""
-        ...
-
-
-class Servable(Protocol):
-    """A model to serve, such as the result of `hf.load`."""
-
-    @property
-    def model(self) -> nnx.Module: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def family(self) -> ModelFamily: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def end_tokens(self) -> tuple[int, ...]: ...
-    @property
-    def scope(self) -> Scope | None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,48 +134,36 @@ class Engine:
                 f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
                 "  Load a language model, such as Llama or GPT-2."
             )
-        few = {} if pages is None else {"pages": pages}
-        check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
-        positions = None if pages is None else pages * page_size
-        self.context = context_of(context, decoding.max_length(servable.config), positions)
+        sizes = self._sizes = engine_sizes(
+            slots=slots,
+            context=context,
+            pages=pages,
+            page_size=page_size,
+            chunk=chunk,
+            lane=lane,
+            max_length=decoding.max_length(servable.config),
+            deterministic=deterministic,
+        )
+        self.context = sizes.context
         self.vocab_size: int = servable.config.vocab_size
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
-        pages_a_row = math.ceil(self.context / page_size)
-        num_pages = 1 + (slots * pages_a_row if pages is None else pages)
-        lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
-        fewest = math.ceil(max(least_rows - slots, 0) / lane)
         self.scheduler = Scheduler(
             num_slots=slots,
-            num_pages=num_pages,
+            num_pages=sizes.num_pages,
             page_size=page_size,
-            num_lanes=lanes,
+            num_lanes=chunk // lane,
             lane_width=lane,
             share_prefixes=prefix_cache,
         )
-        self._programs = EnginePrograms(
-            servable.model,
-            decoding,
-            servable.scope,
-            num_slots=slots,
-            lane_width=lane,
-            max_length=self.context,
-        )
-        self._arranger = Arranger(
-            num_slots=slots,
-            lane_width=lane,
-            page_size=page_size,
-            pages_a_row=pages_a_row,
-            lane_counts=sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)}),
-            least_drawn=least_rows,
-        )
+        self._programs = EnginePrograms(servable.model, decoding, servable.scope, sizes)
+        self._arranger = Arranger(sizes)
         params = nnx.state(servable.model)
         if deterministic:
             check_exact(params)
         self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
         self._params = self._placed(params)
-        self._cache_sizes = num_pages, page_size
-        self._state: DeviceState = self._programs.initial(self._params, *self._cache_sizes)
+        self._state: DeviceState = self._programs.initial(self._params)
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
@@ -406,7 +358,7 @@ class Engine:
             self._record(row.sequence, drawn, row.slot)
         for number, lane in enumerate(step.lanes):
             if lane.draws:
-                self._record(lane.sequence, drawn, self._programs.num_slots + number)
+                self._record(lane.sequence, drawn, self._sizes.slots + number)
 
     def _record(self, sequence: SequenceState, drawn: Drawn, row: int) -> None:
         request = self._requests.get(sequence)
@@ -450,7 +402,7 @@ class Engine:
         self.scheduler.restart(self._requests)
         # The old cache first, or two of them would have to fit.
         jax.tree.map(lambda x: x.delete(), self._state)
-        self._state = self._programs.initial(self._params, *self._cache_sizes)
+        self._state = self._programs.initial(self._params)
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -13,6 +13,7 @@ from flax import nnx
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
 from shardlib.engine.schedule import EngineStep
+from shardlib.engine.sizes import EngineSizes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
 from shardlib.sharding.constrain import Scope, use
@@ -50,36 +51,26 @@ class EnginePrograms:
         model: The module.
         decoding: How its family decodes.
         scope: The mesh and rules, or None for one device.
-        num_slots: Rows that decode.
-        lane_width: Tokens of a lane.
-        max_length: Positions of a sequence.
+        sizes: Sizes of the steps and the cache.
     """
 
     def __init__(
-        self,
-        model: nnx.Module,
-        decoding: Decoding,
-        scope: Scope | None,
-        *,
-        num_slots: int,
-        lane_width: int,
-        max_length: int,
+        self, model: nnx.Module, decoding: Decoding, scope: Scope | None, sizes: EngineSizes
     ):
         self._graphdef = nnx.graphdef(model)
-        self._decoding, self._scope = decoding, scope
-        self.num_slots, self.lane_width, self.max_length = num_slots, lane_width, max_length
+        self._decoding, self._scope, self._sizes = decoding, scope, sizes
         self._run = jax.jit(self._step, donate_argnums=1)
         self.num_traced = 0
         """Steps that have been traced, and so compiled."""
 
-    def initial(self, params: nnx.State, num_pages: int, page_size: int) -> DeviceState:
+    def initial(self, params: nnx.State) -> DeviceState:
         """Returns an empty cache."""
 
         def empty(params: nnx.State) -> DeviceState:
             model = nnx.merge(self._graphdef, params)
             with self._scoped():
-                pages = self._decoding.pages(model, num_pages, page_size)
-            return DeviceState(pages, jnp.zeros(self.num_slots, jnp.int32))
+                pages = self._decoding.pages(model, self._sizes.num_pages, self._sizes.page_size)
+            return DeviceState(pages, jnp.zeros(self._sizes.slots, jnp.int32))
 
         state = jax.jit(empty)(params)
         # Bound to their devices, as the states that steps return.
@@ -99,17 +90,17 @@ class EnginePrograms:
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
     ) -> tuple[DeviceState, Drawn]:
         self.num_traced += 1
-        model, rows = nnx.merge(self._graphdef, params), arrays.rows
+        model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, jnp.asarray(arrays.tokens)])
-            x, pages = self._decoding.step(model, tokens, rows, state.pages, self.max_length)
-            last = jnp.concatenate([jnp.arange(self.num_slots), jnp.asarray(arrays.last_rows)])
+            x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
+            last = jnp.concatenate([jnp.arange(num_slots), jnp.asarray(arrays.last_rows)])
             logits = self._decoding.logits(model, x[last])
         drawn = draw(logits, arrays.settings, rows.positions[last] + 1)
         # Slots that did not decode keep their token: one that a lane draws is written after.
-        is_active = rows.pages[: self.num_slots] > 0
-        slots = jnp.where(is_active, drawn.tokens[: self.num_slots], state.tokens)
-        slots = slots.at[arrays.slots].set(drawn.tokens[self.num_slots :], mode="drop")
+        is_active = rows.pages[:num_slots] > 0
+        slots = jnp.where(is_active, drawn.tokens[:num_slots], state.tokens)
+        slots = slots.at[arrays.slots].set(drawn.tokens[num_slots:], mode="drop")
         return DeviceState(pages, slots), drawn
 
     def _scoped(self) -> contextlib.AbstractContextManager[Any]:
@@ -119,41 +110,20 @@ class EnginePrograms:
 
 
 class Arranger:
-    """Writes steps as arrays.
+    """Writes steps as arrays of given sizes."""
 
-    Args:
-        num_slots: Rows that decode.
-        lane_width: Tokens of a lane.
-        page_size: Positions of a page.
-        pages_a_row: Pages of a sequence at most.
-        lane_counts: Numbers of lanes that a program may have, ascending.
-        least_drawn: Rows that draw a token at least, read or not.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_slots: int,
-        lane_width: int,
-        page_size: int,
-        pages_a_row: int,
-        lane_counts: Sequence[int],
-        least_drawn: int = 0,
-    ):
-        self.least_drawn = least_drawn
-        self.num_slots, self.lane_width = num_slots, lane_width
-        self.page_size, self.pages_a_row = page_size, pages_a_row
-        self.lane_counts = tuple(lane_counts)
+    def __init__(self, sizes: EngineSizes):
+        self.sizes = sizes
 
     def arrays(self, step: EngineStep) -> StepArrays:
         """Returns a step as arrays."""
-        count = next(n for n in self.lane_counts if n >= len(step.lanes))
-        slots, width = self.num_slots, self.lane_width
+        slots, width, page_size = self.sizes.slots, self.sizes.lane, self.sizes.page_size
+        count = next(n for n in self.sizes.lane_counts if n >= len(step.lanes))
         positions, pages = (np.zeros(slots + count * width, np.int32) for _ in range(2))
-        tables = np.zeros((slots, self.pages_a_row), np.int32)
-        lane_tables = np.zeros((count, self.pages_a_row), np.int32)
+        tables = np.zeros((slots, self.sizes.pages_a_row), np.int32)
+        lane_tables = np.zeros((count, self.sizes.pages_a_row), np.int32)
         tokens = np.zeros(count * width, np.int32)
-        drawn = max(slots + count, self.least_drawn)
+        drawn = max(slots + count, self.sizes.least_drawn)
         last_rows = np.zeros(drawn - slots, np.int32)
         lane_slots = np.full(drawn - slots, slots, np.int32)
         sampling: list[Sampling | None] = [None] * drawn
@@ -161,14 +131,14 @@ class Arranger:
             sampling[row.slot] = row.sequence.sampling
             tables[row.slot, : len(row.pages)] = row.pages
             positions[row.slot] = row.position
-            pages[row.slot] = row.pages[row.position // self.page_size]
+            pages[row.slot] = row.pages[row.position // page_size]
         for number, lane in enumerate(step.lanes):
             lane_tables[number, : len(lane.pages)] = lane.pages
             first, size = number * width, len(lane.tokens)
             at = np.arange(lane.start, lane.start + size, dtype=np.int32)
             tokens[first : first + size] = lane.tokens
             positions[slots + first : slots + first + size] = at
-            of_pages = lane_tables[number, at // self.page_size]
+            of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
             last_rows[number] = slots + first + size - 1
             if lane.draws:

@@ -10,14 +10,14 @@ from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
-from shardlib.find.trace import fsdp_alone, trace_loss
-from shardlib.functional import Inputs, functional
+from shardlib.find.trace import TracedLoss, fsdp_alone, trace_loss
+from shardlib.functional import FunctionalModule, Inputs, functional
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
 from shardlib.plan.search import capacity_bytes
-from shardlib.plan.workloads.tracing import LossFn, trace_workload
+from shardlib.plan.workloads.tracing import LossFn, TracedWorkload, trace_workload
 from shardlib.rules import AxisRules
 
 
@@ -84,19 +84,39 @@ def find_rules(
             f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
         )
     cluster, dtypes = of_one_kind(on), precision_named(precision)
-    module = functional(make, inputs, wrt)
-    traced = trace_loss(module, loss, batch, optimizer, dtypes)
-    placed = rules or fsdp_alone(module.axes)
-    options: dict[str, Any] = {"inputs": inputs, "precision": dtypes, "names": traced.names}
-    workload = trace_workload(module, optimizer, loss, batch, rules=placed, **options)
-    classes = Classes(traced.program, traced.paths)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    others = tuple(forbidden)
+    module = functional(make, inputs, wrt)
+    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, dtypes)
+    classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
     search = Search(
         traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
     )
     meshes = list(search.meshes()) if mesh is None else [_sizes(mesh, cluster)]
     return search.best(meshes, seconds)
+
+
+def _traced(
+    module: FunctionalModule,
+    loss: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    rules: AxisRules | None,
+    inputs: Inputs,
+    precision: Precision,
+) -> tuple[TracedLoss, TracedWorkload]:
+    """Returns the trace of the loss, for the solver, and of the step, for the cost model."""
+    traced = trace_loss(module, loss, batch, optimizer, precision)
+    workload = trace_workload(
+        module,
+        optimizer,
+        loss,
+        batch,
+        rules=rules or fsdp_alone(module.axes),
+        inputs=inputs,
+        precision=precision,
+        names=traced.names,
+    )
+    return traced, workload
 
 
 def _sizes(mesh: str | MeshConfig, cluster: Cluster) -> dict[str, int]:

@@ -118,15 +118,33 @@ def abstract_state(
 
     step, params, model_state, opt_state, rng = jax.eval_shape(start, *shapes, rng)
     if scope.rules.names is not None:
-        held = {path: x.shape for path, x in named_leaves(model_state).items()}
-        shapes_by_path = {path: x.shape for path, x in named_leaves(params).items()}
-        shapes_by_path |= {path: held[path] for path in module.frozen}
-        scope.rules.names.check_params(shapes_by_path, module.name)
+        held = named_leaves(model_state)
+        checked = named_leaves(params) | {path: held[path] for path in module.frozen}
+        scope.rules.names.check_params({path: x.shape for path, x in checked.items()}, module.name)
+    definition = _definition(module, optimizer, scope, params, model_state, opt_state)
+    window = jax.eval_shape(lambda: empty_window(guards))
+    state = TrainState(step, params, model_state, opt_state, rng, definition, window)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        state,
+        state_shardings(state),
+    )
+
+
+def _definition(
+    module: FunctionalModule,
+    optimizer: optax.GradientTransformation,
+    scope: Scope,
+    params: PyTree,
+    model_state: PyTree,
+    opt_state: PyTree,
+) -> Definition:
+    """Returns the placements of all parts of a state, given by their shapes."""
     places = {
         section: place(params, module.axes, scope.rules.of(section), scope.mesh)
         for section in ("params", "gradients", "opt_state")
     }
-    definition = Definition(
+    return Definition(
         module,
         optimizer,
         scope,
@@ -135,13 +153,6 @@ def abstract_state(
         place_optimizer(opt_state, places["opt_state"]),
         places["gradients"],
         places["opt_state"],
-    )
-    window = jax.eval_shape(lambda: empty_window(guards))
-    state = TrainState(step, params, model_state, opt_state, rng, definition, window)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        state,
-        state_shardings(state),
     )
 
 

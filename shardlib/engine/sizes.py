@@ -1,0 +1,106 @@
+"""The sizes of an engine: rows of its steps, and pages of its cache."""
+
+import dataclasses
+import math
+
+from shardlib.errors import ModelError
+
+_DEFAULT_CONTEXT = 4096
+"""Positions of a sequence where the model has any number, or more."""
+_SMALL = 2
+"""Lanes of the smaller program that reads prompts."""
+_LEAST_ROWS = 64
+"""Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
+than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSizes:
+    """The sizes that the compiled steps have.
+
+    Attributes:
+        slots: Rows that decode.
+        context: Positions of a sequence.
+        page_size: Positions of a page.
+        num_pages: Pages of the cache, with one that nothing reads.
+        lane: Tokens of a lane.
+        lane_counts: Numbers of lanes that a program may have, ascending.
+        least_drawn: Rows that draw a token at least, read or not.
+    """
+
+    slots: int
+    context: int
+    page_size: int
+    num_pages: int
+    lane: int
+    lane_counts: tuple[int, ...]
+    least_drawn: int
+
+    @property
+    def pages_a_row(self) -> int:
+        """Pages of a sequence at most."""
+        return math.ceil(self.context / self.page_size)
+
+
+def engine_sizes(
+    *,
+    slots: int,
+    context: int | None,
+    pages: int | None,
+    page_size: int,
+    chunk: int,
+    lane: int,
+    max_length: int | None,
+    deterministic: bool,
+) -> EngineSizes:
+    """Returns the sizes of an engine, from arguments as `Engine` takes them.
+
+    Args:
+        max_length: Positions of the model; None for any number.
+
+    Raises:
+        ModelError: If sizes do not fit.
+    """
+    few = {} if pages is None else {"pages": pages}
+    _check(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
+    context = _context(context, max_length, None if pages is None else pages * page_size)
+    lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
+    fewest = math.ceil(max(least_rows - slots, 0) / lane)
+    return EngineSizes(
+        slots=slots,
+        context=context,
+        page_size=page_size,
+        num_pages=1 + (slots * math.ceil(context / page_size) if pages is None else pages),
+        lane=lane,
+        lane_counts=tuple(sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)})),
+        least_drawn=least_rows,
+    )
+
+
+def _context(asked: int | None, model: int | None, positions: int | None) -> int:
+    """Returns the most tokens of a sequence: `asked`, or what the positions of the model and of the
+    pages allow, where None is any number."""
+    have = min((n for n in (model, positions) if n is not None), default=None)
+    context = min(have or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT) if asked is None else asked
+    if positions is not None and context > positions:
+        raise ModelError(
+            f"context={context}, and the pages have {positions} positions.\n"
+            "  Give more pages, or a shorter context."
+        )
+    if context < 2 or (have is not None and context > have):
+        most = "any number" if have is None else f"at most {have}"
+        raise ModelError(
+            f"context={context}, and the model has {most} positions.\n"
+            f"  Give {'2 tokens or more' if have is None else f'from 2 to {have} tokens'}."
+        )
+    return context
+
+
+def _check(**sizes: int) -> None:
+    """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong or sizes["chunk"] % sizes["lane"]:
+        raise ModelError(
+            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
+            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
+        )
