@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardlib import rules as rules
     from shardlib import testing as testing
     from shardlib.engine import Engine as Engine
+    from shardlib.engine import Grammar as Grammar
     from shardlib.engine import Sampling as Sampling
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
@@ -81,6 +82,7 @@ _HOME = {
     "PipelineConfig": "train.pipeline.config",
     "Precision": "functional.precision",
     "ReductionConfig": "train.reduce.reduction",
+    "Grammar": "engine",
     "Sampling": "engine",
     "ShardlibError": "errors",
     "SpikeConfig": "train.guards",

@@ -1,12 +1,13 @@
 """Inference of decoders: many prompts at once, the same bits in any company.
 
 `page_pool` and `schedule` decide what a step works on, `programs` compiles it, `sampling` draws its
-tokens, and `engine` runs it.
+tokens, after `adjustment` and `grammars`, and `engine` runs it.
 """
 
 from shardlib.engine.engine import Engine as Engine
 from shardlib.engine.engine import EngineStats as EngineStats
 from shardlib.engine.engine import Request as Request
 from shardlib.engine.requests import Completion as Completion
+from shardlib.engine.requests import Grammar as Grammar
 from shardlib.engine.requests import Sampling as Sampling
 from shardlib.engine.requests import Token as Token

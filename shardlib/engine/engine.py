@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.arguments import (
     Prompt,
     check_exact,
@@ -20,6 +22,7 @@ from shardlib.engine.arguments import (
     prompt_list,
     token_ids,
 )
+from shardlib.engine.grammars import GrammarReader
 from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
@@ -40,6 +43,8 @@ class Request:
     deadline: float | None
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: ModelError | None = None
+    """Why no answer is possible."""
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -54,7 +59,13 @@ class Request:
         return "" if self.stream is None else self.stream.shown()
 
     def answer(self) -> Completion:
-        """Returns the complete answer; raises `ModelError` if the request is not finished."""
+        """Returns the complete answer.
+
+        Raises:
+            ModelError: If the request is not finished, or has no answer.
+        """
+        if self.error is not None:
+            raise self.error
         if self.finish_reason is None:
             raise ModelError(
                 f"the answer has {len(self.tokens)} tokens and is not complete.\n"
@@ -148,6 +159,7 @@ class Engine:
         self.vocab_size: int = servable.config.vocab_size
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
+        self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self.scheduler = Scheduler(
             num_slots=slots,
             num_pages=sizes.num_pages,
@@ -189,7 +201,8 @@ class Engine:
             options: Fields of `Sampling`, in place of it.
 
         Raises:
-            ModelError: If the prompt is empty, too long, or has tokens that the model lacks.
+            ModelError: If the prompt is empty, too long, or has tokens that the model lacks, or the
+                grammar is malformed.
         """
         sampling = one_sampling(sampling, options)
         tokens = self._encoded(prompt)
@@ -213,6 +226,7 @@ class Engine:
             prompt=tokens,
             max_tokens=sampling.max_tokens or left,
             sampling=sampling,
+            adjustment=self._adjustment(sampling),
             stops=frozenset((*sampling.stop_tokens, *ends)),
             priority=priority,
         )
@@ -248,13 +262,15 @@ class Engine:
 
     def _step(self) -> bool:
         self._expire()
-        planned = self.scheduler.plan()
+        planned, added = self.scheduler.plan(), {}
         if planned is not None:
-            arrays = self._arranger.arrays(planned)
+            added = self._added(planned)
+            arrays = self._arranger.arrays(planned, added)
             self._state, drawn = self._programs.run(self._params, self._state, arrays)
             self._in_flight.append((planned, drawn))
             self._counts["steps"] += 1
-        keep = 1 if self._overlap and planned is not None else 0
+        # What is added to the logits of the next token depends on this one.
+        keep = 1 if self._overlap and planned is not None and not added else 0
         while len(self._in_flight) > keep:
             self._read(*self._in_flight.popleft())
         return self.scheduler.busy or bool(self._in_flight)
@@ -351,14 +367,24 @@ class Engine:
         strong = jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, params)
         return jax.device_put(strong, self._shardings)
 
+    def _added(self, step: EngineStep) -> dict[SequenceState, np.ndarray]:
+        """Returns what is added to the logits of sequences; ends those whose grammar fails."""
+        added = {}
+        for _, sequence in step.drawing(self._sizes.slots):
+            if sequence.adjustment is not None:
+                try:
+                    added[sequence] = sequence.adjustment.row(sequence.out)
+                except ModelError as error:
+                    request = self._requests[sequence]
+                    request.error = error
+                    self.cancel(request)
+        return added
+
     def _read(self, step: EngineStep, drawn: Drawn) -> None:
         """Records the tokens of a step."""
         drawn = jax.device_get(drawn)
-        for row in step.decodes:
-            self._record(row.sequence, drawn, row.slot)
-        for number, lane in enumerate(step.lanes):
-            if lane.draws:
-                self._record(lane.sequence, drawn, self._sizes.slots + number)
+        for row, sequence in step.drawing(self._sizes.slots):
+            self._record(sequence, drawn, row)
 
     def _record(self, sequence: SequenceState, drawn: Drawn, row: int) -> None:
         request = self._requests.get(sequence)
@@ -409,6 +435,12 @@ class Engine:
         late = [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]
         for request in late:
             self.cancel(request, "deadline")
+
+    def _adjustment(self, sampling: Sampling) -> Adjustment | None:
+        if not sampling.adjusts:
+            return None
+        matcher = None if sampling.grammar is None else self._grammars.read(sampling.grammar)
+        return Adjustment(sampling, self.vocab_size, matcher)
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

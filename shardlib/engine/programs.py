@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
-from shardlib.engine.schedule import EngineStep
+from shardlib.engine.schedule import EngineStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
@@ -42,6 +42,8 @@ class StepArrays(NamedTuple):
     """The slot of each lane that draws a token, and of others the number of slots: [n] int32."""
     settings: Settings
     """Of slots, then of `last_rows`."""
+    added: np.ndarray | None
+    """Of the same rows, what is added to the logits: [rows, vocab] float32."""
 
 
 class EnginePrograms:
@@ -79,7 +81,8 @@ class EnginePrograms:
     def run(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
     ) -> tuple[DeviceState, Drawn]:
-        """Starts a step. It is compiled once for each number of lanes; `state` is donated."""
+        """Starts a step; `state` is donated. It is compiled once for each number of lanes, and once
+        more for steps that add to logits."""
         return self._run(params, state, arrays)
 
     def lower(self, params: Any, state: Any, arrays: Any) -> jax.stages.Lowered:
@@ -96,7 +99,7 @@ class EnginePrograms:
             x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             last = jnp.concatenate([jnp.arange(num_slots), jnp.asarray(arrays.last_rows)])
             logits = self._decoding.logits(model, x[last])
-        drawn = draw(logits, arrays.settings, rows.positions[last] + 1)
+        drawn = draw(logits, arrays.settings, rows.positions[last] + 1, arrays.added)
         # Slots that did not decode keep their token: one that a lane draws is written after.
         is_active = rows.pages[:num_slots] > 0
         slots = jnp.where(is_active, drawn.tokens[:num_slots], state.tokens)
@@ -115,8 +118,15 @@ class Arranger:
     def __init__(self, sizes: EngineSizes):
         self.sizes = sizes
 
-    def arrays(self, step: EngineStep) -> StepArrays:
-        """Returns a step as arrays."""
+    def arrays(
+        self, step: EngineStep, added: Mapping[SequenceState, np.ndarray] | None = None
+    ) -> StepArrays:
+        """Returns a step as arrays.
+
+        Args:
+            step: The step.
+            added: What is added to the logits of sequences: [vocab] each.
+        """
         slots, width, page_size = self.sizes.slots, self.sizes.lane, self.sizes.page_size
         count = next(n for n in self.sizes.lane_counts if n >= len(step.lanes))
         positions, pages = (np.zeros(slots + count * width, np.int32) for _ in range(2))
@@ -145,7 +155,20 @@ class Arranger:
                 lane_slots[number] = lane.slot
                 sampling[slots + number] = lane.sequence.sampling
         rows = Rows(*map(jnp.asarray, (positions, pages, tables, lane_tables)))
-        return StepArrays(rows, tokens, last_rows, lane_slots, settings_of(sampling))
+        settings = settings_of(sampling)
+        return StepArrays(
+            rows, tokens, last_rows, lane_slots, settings, self._added(step, added, drawn)
+        )
+
+    def _added(
+        self, step: EngineStep, added: Mapping[SequenceState, np.ndarray] | None, drawn: int
+    ) -> np.ndarray | None:
+        if not added:
+            return None
+        every = np.zeros((drawn, len(next(iter(added.values())))), np.float32)
+        for row, sequence in step.drawing(self.sizes.slots):
+            every[row] = added.get(sequence, 0.0)
+        return every
 
 
 _GREEDY = Sampling()

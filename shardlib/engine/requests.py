@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
@@ -12,6 +12,15 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 """Why an answer ended: at a stop token or text, at its longest, or by the client's will or time."""
 MOST_LOGPROBS = 20
 """Alternatives that a step returns for each token. Source: the OpenAI API, `top_logprobs`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """The form of an answer, which ends when it is complete. It needs the extra `grammar`."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    """A JSON schema, a regular expression, or a grammar in the syntax of Lark."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +53,21 @@ class Sampling:
     """Whether the answer goes on after the end of text."""
     logprobs: int | None = None
     """Alternatives of each token to return with their log probabilities; None for none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of all tokens that the answer has. Source: the OpenAI API."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token, once for each time that the answer has it. Source: the
+    OpenAI API."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Numbers from -100 to 100 that are added to the logits of tokens, by their ids."""
+    grammar: Grammar | None = None
+    """The form of the answer."""
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything is added to the logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return any(penalties) or bool(self.logit_bias) or self.grammar is not None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _tuple(self.stop))
@@ -71,6 +95,20 @@ class Sampling:
             ),
             f"logprobs={self.logprobs}, which must be an integer from 0 to {MOST_LOGPROBS}": (
                 self.logprobs is None or _within(self.logprobs, 0, MOST_LOGPROBS)
+            ),
+            f"presence_penalty={self.presence_penalty}, which must be from -2 to 2": abs(
+                self.presence_penalty
+            )
+            <= 2,
+            f"frequency_penalty={self.frequency_penalty}, which must be from -2 to 2": abs(
+                self.frequency_penalty
+            )
+            <= 2,
+            f"logit_bias={self.logit_bias}, which must be numbers from -100 to 100": all(
+                abs(value) <= 100 for value in self.logit_bias.values()
+            ),
+            "a grammar and ignore_end, of which one must be left out": (
+                self.grammar is None or not self.ignore_end
             ),
         }
         if wrong := [words for words, holds in checks.items() if not holds]:

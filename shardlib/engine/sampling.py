@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from shardlib.engine.requests import MOST_LOGPROBS
@@ -32,7 +33,10 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    logits: Float[Array, "rows vocab"], settings: Settings, positions: Int[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    settings: Settings,
+    positions: Int[Array, " rows"],
+    added: Float[np.ndarray | Array, "rows vocab"] | None = None,
 ) -> Drawn:
     """Returns a token for each row. It depends on the logits, settings and position of its row.
 
@@ -40,9 +44,12 @@ def draw(
         logits: In any floating-point dtype; probabilities are float32.
         settings: Of each row.
         positions: The position of the token that is drawn.
+        added: Added to the logits of the choice, and not to the log probabilities.
     """
     logits = logits.astype(jnp.float32)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
+    if added is not None:
+        logits = logits + added
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_drawn = settings.temperature > 0
 

@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.page_pool import PagePool, page_key
 from shardlib.engine.requests import Sampling
 from shardlib.errors import ModelError
@@ -22,6 +23,8 @@ class SequenceState:
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    adjustment: Adjustment | None = None
+    """What is added to its logits; it needs all tokens before."""
     stops: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     priority: int = 0
@@ -102,6 +105,14 @@ class EngineStep:
 
     decodes: tuple[DecodeRow, ...]
     lanes: tuple[Lane, ...]
+
+    def drawing(self, num_slots: int) -> Iterator[tuple[int, SequenceState]]:
+        """Yields the sequences that draw a token, each with its row: slots first, then lanes."""
+        for row in self.decodes:
+            yield row.slot, row.sequence
+        for number, lane in enumerate(self.lanes):
+            if lane.draws:
+                yield num_slots + number, lane.sequence
 
 
 class Scheduler:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.engine import Completion, Engine, Request
-from shardlib.errors import DataError, ModelError, require
+from shardlib.errors import DataError, ModelError, ShardlibError, require
 from shardlib.serve.bodies import Asked, BodyError, Speaker, parse, response
 
 _AHEAD = 2
@@ -134,10 +134,7 @@ class _Work:
                 for sampling in asked.samplings:
                     requests.append(self.engine.submit(prompt, sampling))
         except (BodyError, ModelError) as error:
-            for request in requests:
-                self.engine.cancel(request)
-            self.counts["refused"] += 1
-            self._write(name, 400, {"error": {"message": str(error), "code": 400}})
+            self._refuse(name, requests, error)
             return
         self.waiting[name] = asked, requests
 
@@ -147,12 +144,22 @@ class _Work:
         complete = [n for n, (_, every) in self.waiting.items() if all(r.finished for r in every)]
         for name in complete:
             asked, requests = self.waiting.pop(name)
-            completions = [request.answer() for request in requests]
+            try:
+                completions = [request.answer() for request in requests]
+            except ModelError as error:
+                self._refuse(name, requests, error)
+                continue
             self._count(completions)
             body = response(
                 asked, completions, self.speaker, identity=f"cmpl-{name}", created=int(time.time())
             )
             self._write(name, 200, body)
+
+    def _refuse(self, name: str, requests: list[Request], error: ShardlibError) -> None:
+        for request in requests:
+            self.engine.cancel(request)
+        self.counts["refused"] += 1
+        self._write(name, 400, {"error": {"message": str(error), "code": 400}})
 
     def _count(self, completions: list[Completion]) -> None:
         for one in completions:

@@ -1,16 +1,17 @@
 """Bodies of requests and of responses, in the format of the OpenAI API.
 
-Source: the OpenAI API reference, "Completions" and "Chat". Of its fields, `frequency_penalty`,
-`presence_penalty`, `logit_bias`, `response_format`, `tools`, `echo`, `suffix` and `best_of` are not
-served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are added.
+Source: the OpenAI API reference, "Completions" and "Chat". Of its fields, `tools`, `echo`, `suffix`
+and `best_of` are not served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are added, and
+`response_format` has the types `regex` and `lark` besides.
 """
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from shardlib.engine import Completion, Sampling, Token
+from shardlib.engine import Completion, Grammar, Sampling, Token
 from shardlib.errors import DataError, ModelError, ShardlibError, did_you_mean
 
 Url = Literal["/v1/completions", "/v1/chat/completions"]
@@ -29,6 +30,10 @@ _COMMON = {
     "min_p": float,
     "stop_token_ids": list,
     "ignore_eos": bool,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "logit_bias": dict,
+    "response_format": dict,
     "stream": bool,
 }
 _FIELDS: Mapping[Url, Mapping[str, Any]] = {
@@ -170,6 +175,43 @@ def _sampling(url: Url, given: Mapping[str, Any], choice: int) -> Sampling:
         stop_tokens=tuple(given.get("stop_token_ids", ())),
         ignore_end=given.get("ignore_eos", False),
         logprobs=logprobs,
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        logit_bias=_bias(given.get("logit_bias", {})),
+        grammar=_grammar(given.get("response_format", {"type": "text"})),
+    )
+
+
+def _bias(given: Mapping[str, Any]) -> dict[int, float]:
+    if wrong := [key for key in given if not key.isdecimal() or not _is(given[key], float)]:
+        raise BodyError(
+            f"logit_bias has {', '.join(map(repr, wrong[:4]))}.\n  Give numbers by ids of tokens."
+        )
+    return {int(key): value for key, value in given.items()}
+
+
+_FORMATS = ("text", "json_object", "json_schema", "regex", "lark")
+
+
+def _grammar(given: Mapping[str, Any]) -> Grammar | None:
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    if kind == "json_schema":
+        schema = given.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise BodyError("response_format has no schema.\n  Give json_schema: {schema: {...}}.")
+        return Grammar("json_schema", json.dumps(schema))
+    if kind == "regex" or kind == "lark":
+        if not isinstance(given.get(kind), str):
+            raise BodyError(f"response_format has no {kind}.\n  Give its text as {kind!r}.")
+        return Grammar(kind, given[kind])
+    raise BodyError(
+        f"response_format has the type {kind!r}.{did_you_mean(str(kind), _FORMATS)}\n"
+        f"  Use {', '.join(_FORMATS)}."
     )
 
 

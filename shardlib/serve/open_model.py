@@ -55,6 +55,10 @@ class Opened:
         tokenizer = self.text_model.tokenizer
         return tokenizer.decode([one for one in ids if one < tokenizer.vocab_size])
 
+    def to_json(self) -> str:
+        """Returns the text of the tokenizer's file."""
+        return self.text_model.tokenizer.to_json()
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of messages, up to the answer.
 

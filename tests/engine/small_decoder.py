@@ -24,14 +24,14 @@ class Served:
     family: Any = FAMILY
 
 
-def made(scope=None, **options):
+def made(scope=None, vocab_size=VOCAB, **options):
     config = TransformerConfig(
         embed_dim=64,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         mlp_dim=96,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         max_positions=256,
         **options,
     )
