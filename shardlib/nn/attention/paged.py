@@ -1,24 +1,29 @@
 """Attention of single positions to keys and values that lie in pages.
 
-A sequence owns pages anywhere in the cache, named in order by its table. The result of a row has
-the same bits in any company: each row reads its keys in blocks of fixed size, one after the other,
-as many as its position needs, and a block that it does not see leaves its sums as they are.
+A sequence owns pages anywhere in the cache, named in order by its table. Each row reads its keys in
+blocks of fixed size, one after the other, as many as its position needs, and a block that it does
+not see leaves its sums as they are. CPUs read one row after the other, so that the result of a row
+has the same bits in any company; GPUs and TPUs read a block of all rows at once.
 
 Sources: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", section 4; Milakov and Gimelshein 2018, "Online normalizer calculation for
 softmax".
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardlib.nn.attention.mask import Mask
+from shardlib.sharding.constrain import platform
 
 _BLOCK = 128
-"""Keys that are read at once, at least one page."""
+"""Keys of a row that CPUs read at once, at least one page."""
+_BLOCK_TOGETHER = 512
+"""Keys of each row that GPUs and TPUs read at once."""
 # Finite: of a row that has seen nothing, exp(start - start) is 1.
 _START = -1e30
 
@@ -70,6 +75,7 @@ def attend_pages(
     *,
     window: Int[Array, ""] | int | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    together: bool | None = None,
 ) -> Float[Array, "rows heads value_dim"]:
     """Returns attention of each row to the positions of its sequence up to its own.
 
@@ -81,13 +87,18 @@ def attend_pages(
         mask: Scale and bound of the scores. Its window is not read.
         window: Number of positions that a row sees, including its own; None for all.
         sinks: As in `attend`.
+        together: Whether all rows are read at once; None for all platforms but CPUs.
     """
+    together = platform() != "cpu" if together is None else together
     num_rows, heads, head_dim = query.shape
     kv_heads, value_dim = pages.key.shape[2], pages.value.shape[4]
     group = heads // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
-    reader = _BlockReader(pages, layer, mask, window)
+    if together:
+        # Products of 16 bits; their sums are float32.
+        query = query.astype(pages.key.dtype)
+    reader = _BlockReader(pages, layer, mask, window, together)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
@@ -116,15 +127,21 @@ class _BlockReader(NamedTuple):
     layer: int | jax.Array
     mask: Mask
     window: jax.Array | int | None
+    together: bool
 
     @property
     def pages_a_block(self) -> int:
-        return max(_BLOCK // self.pages.key.shape[3], 1)
+        keys = _BLOCK_TOGETHER if self.together else _BLOCK
+        return max(keys // self.pages.key.shape[3], 1)
 
     @property
     def block(self) -> int:
         """Positions in a block."""
         return self.pages_a_block * self.pages.key.shape[3]
+
+    def map(self, function: Callable[[Any], Any], over: Any) -> Any:
+        """Returns the results of a function for each row, or lane."""
+        return jax.vmap(function)(over) if self.together else jax.lax.map(function, over)
 
     def of_slots(
         self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
@@ -141,7 +158,7 @@ class _BlockReader(NamedTuple):
 
             return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
 
-        return jax.lax.map(of_row, (query, positions, tables))
+        return self.map(of_row, (query, positions, tables))
 
     def of_lanes(
         self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
@@ -162,12 +179,12 @@ class _BlockReader(NamedTuple):
                 def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
                     return self._added(*row, number, key, value)
 
-                return jax.lax.map(of_row, (sums, query, positions))
+                return self.map(of_row, (sums, query, positions))
 
             first, end = self._first(jnp.min(positions)), self._end(last)
             return jax.lax.fori_loop(first, end, add, many)
 
-        sums = jax.lax.map(of_lane, (query, positions, self._whole_blocks(tables)))
+        sums = self.map(of_lane, (query, positions, self._whole_blocks(tables)))
         return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
 
     def _whole_blocks(self, tables: jax.Array) -> jax.Array:
@@ -210,7 +227,7 @@ class _BlockReader(NamedTuple):
     ) -> _Sums:
         """Returns the sums of a row with one more block."""
         wide = {"preferred_element_type": jnp.float32}
-        scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(jnp.float32), **wide)
+        scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(query.dtype), **wide)
         scores = self.mask.capped(scores)
         at = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
         seen = at <= position
