@@ -1,5 +1,5 @@
 """The command line: `shardlib train | explain | check | plan | calibrate | generate | batch |
-export | import | evaluate | checkpoint | devices | launch | schema`.
+serve | export | import | evaluate | checkpoint | devices | launch | schema`.
 
 Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model); 75 when the
 watchdog ended a process, or its peers have gone; 76 when training diverged; 1 for every other
@@ -35,6 +35,7 @@ from shardlib.cli.explain import explain
 from shardlib.cli.export import export
 from shardlib.cli.import_model import import_model
 from shardlib.cli.plan import calibrate, plan
+from shardlib.cli.serve import serve
 from shardlib.errors import (
     ConfigError,
     DivergedError,
@@ -164,6 +165,7 @@ app.command(cls=ConfigCommand)(plan)
 app.command()(calibrate)
 app.command()(evaluate)
 app.command()(batch)
+app.command()(serve)
 app.command()(export)
 app.command("import", cls=ConfigCommand)(import_model)
 app.add_typer(checkpoint.app, name="checkpoint")

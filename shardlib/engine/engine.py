@@ -23,7 +23,7 @@ from shardlib.engine.arguments import (
     token_ids,
 )
 from shardlib.engine.grammars import GrammarReader
-from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms
+from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms, StepResult
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
 from shardlib.engine.schedule import EngineStep, Scheduler, SequenceState
@@ -42,9 +42,11 @@ class Request:
     stream: TextStream | None
     deadline: float | None
     tokens: list[Token] = dataclasses.field(default_factory=list)
+    prompt_tokens: dict[int, Token] = dataclasses.field(default_factory=dict)
+    """Tokens of the prompt by position, if their log probabilities are wanted."""
     finish_reason: FinishReason | None = None
-    error: ModelError | None = None
-    """Why no answer is possible."""
+    error: Exception | None = None
+    """Why the answer cannot be completed."""
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -62,20 +64,31 @@ class Request:
         """Returns the complete answer.
 
         Raises:
-            ModelError: If the request is not finished, or has no answer.
+            ModelError: If the request is not finished, or ended by an error.
         """
-        if self.error is not None:
+        if isinstance(self.error, ModelError):
             raise self.error
         if self.finish_reason is None:
             raise ModelError(
                 f"the answer has {len(self.tokens)} tokens and is not complete.\n"
                 "  Call step until the request is finished, or cancel it."
             )
+        if self.error is not None:
+            raise ModelError(f"the answer ended by an error: {self.error}") from self.error
         text = "" if self.stream is None else self.stream.text
         cached = self.sequence.num_cached or 0
         return Completion(
-            self.sequence.prompt, tuple(self.tokens), text, self.finish_reason, cached
+            self.sequence.prompt,
+            tuple(self.tokens),
+            text,
+            self.finish_reason,
+            cached,
+            self.scored_prompt(),
         )
+
+    def scored_prompt(self) -> tuple[Token, ...]:
+        """Returns the tokens of the prompt but the first, if their log probabilities are wanted."""
+        return tuple(token for _, token in sorted(self.prompt_tokens.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +192,7 @@ class Engine:
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
-        self._in_flight: collections.deque[tuple[EngineStep, Drawn]] = collections.deque()
+        self._in_flight: collections.deque[tuple[EngineStep, StepResult]] = collections.deque()
         self._counts = collections.Counter[str]()
 
     def submit(
@@ -205,7 +218,7 @@ class Engine:
                 grammar is malformed.
         """
         sampling = one_sampling(sampling, options)
-        tokens = self._encoded(prompt)
+        tokens = self.encode(prompt)
         left = self.context - len(tokens)
         if left < 1:
             raise ModelError(
@@ -251,13 +264,20 @@ class Engine:
         """Runs one step, and reads the tokens of the last one; returns whether work is left.
 
         If it raises, also by an interrupt, no token is lost: a later step goes on from the tokens
-        that were read.
+        that were read. After an error, prompts are admitted one at a time, and one with which a
+        step fails again ends alone with that error.
         """
         with self._lock:
             try:
                 return self._step()
+            except Exception as error:
+                suspect = self.scheduler.suspect
+                if suspect is not None and (request := self._requests.get(suspect)) is not None:
+                    self._fail(request, error)
+                self._restart(is_careful=True)
+                raise
             except BaseException:
-                self._restart()
+                self._restart(is_careful=False)
                 raise
 
     def _step(self) -> bool:
@@ -266,14 +286,30 @@ class Engine:
         if planned is not None:
             added = self._added(planned)
             arrays = self._arranger.arrays(planned, added)
-            self._state, drawn = self._programs.run(self._params, self._state, arrays)
-            self._in_flight.append((planned, drawn))
+            self._state, result = self._programs.run(self._params, self._state, arrays)
+            self._in_flight.append((planned, result))
             self._counts["steps"] += 1
         # What is added to the logits of the next token depends on this one.
-        keep = 1 if self._overlap and planned is not None and not added else 0
+        is_ahead = self._overlap and not added and not self.scheduler.is_careful
+        keep = 1 if is_ahead and planned is not None else 0
         while len(self._in_flight) > keep:
             self._read(*self._in_flight.popleft())
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
         return self.scheduler.busy or bool(self._in_flight)
+
+    def warm_up(self) -> None:
+        """Compiles all programs, so that no request waits for one."""
+        with self._lock:
+            for count in self._sizes.lane_counts:
+                arrays = self._arranger.arrays(EngineStep((), ()), least_lanes=count)
+                shape = len(arrays.settings.seed), self.vocab_size
+                for added in (None, np.zeros(shape, np.float32)):
+                    with_added = arrays._replace(added=added)
+                    self._state, _ = self._programs.run(self._params, self._state, with_added)
 
     def generate(
         self,
@@ -374,17 +410,29 @@ class Engine:
             if sequence.adjustment is not None:
                 try:
                     added[sequence] = sequence.adjustment.row(sequence.out)
-                except ModelError as error:
-                    request = self._requests[sequence]
-                    request.error = error
-                    self.cancel(request)
+                except Exception as error:
+                    self._fail(self._requests[sequence], error)
         return added
 
-    def _read(self, step: EngineStep, drawn: Drawn) -> None:
+    def _read(self, step: EngineStep, result: StepResult) -> None:
         """Records the tokens of a step."""
-        drawn = jax.device_get(drawn)
+        if any(lane.scores for lane in step.lanes):
+            self._record_prompts(step, jax.device_get(result.scores))
+        drawn = jax.device_get(result.drawn)
         for row, sequence in step.drawing(self._sizes.slots):
             self._record(sequence, drawn, row)
+
+    def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
+        """Records the log probabilities of prompts, which come before the last answer."""
+        for number, lane in enumerate(step.lanes):
+            request = self._requests.get(lane.sequence)
+            if not lane.scores or request is None:
+                continue
+            count = len(lane.sequence.prompt) - lane.start - 1
+            for offset in range(min(len(lane.tokens), count)):
+                row = self._sizes.slots + number * self._sizes.lane + offset
+                token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
+                request.prompt_tokens[lane.start + offset + 1] = token
 
     def _record(self, sequence: SequenceState, drawn: Drawn, row: int) -> None:
         request = self._requests.get(sequence)
@@ -397,11 +445,12 @@ class Engine:
         if token in sequence.stops:
             self._finish(request, "stop")
             return
-        count = sequence.sampling.logprobs or 0
-        top = zip(drawn.top_tokens[row, :count], drawn.top_logprobs[row, :count], strict=True)
-        pairs = tuple((int(token), float(logprob)) for token, logprob in top)
-        is_stopped = request.stream is not None and request.stream.add(token)
-        request.tokens.append(Token(token, float(drawn.logprobs[row]), pairs))
+        try:
+            is_stopped = request.stream is not None and request.stream.add(token)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        request.tokens.append(_token(drawn, row, token, sequence.sampling))
         self._counts["answer"] += 1
         if is_stopped:
             self.scheduler.end(sequence)
@@ -413,19 +462,27 @@ class Engine:
         del self._requests[request.sequence]
         self._counts["cached"] += request.sequence.num_cached or 0
         try:
-            if request.stream is not None:
+            if request.stream is not None and request.error is None:
                 request.stream.finish()
+        except Exception as error:
+            request.error, reason = error, "error"
         finally:
             request.finish_reason, request.finished_at = reason, time.monotonic()
 
-    def _restart(self) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends an answer by an error that is its own."""
+        request.error = error
+        self.scheduler.end(request.sequence)
+        self._finish(request, "error")
+
+    def _restart(self, *, is_careful: bool) -> None:
         """Drops a step that failed: the cache may be lost, and the schedule half made."""
         self._in_flight.clear()
         for request in list(self._requests.values()):
             request.sequence.out = [token.id for token in request.tokens]
             if len(request.tokens) == request.sequence.max_tokens:
                 self._finish(request, "length")
-        self.scheduler.restart(self._requests)
+        self.scheduler.restart(self._requests, is_careful=is_careful)
         # The old cache first, or two of them would have to fit.
         jax.tree.map(lambda x: x.delete(), self._state)
         self._state = self._programs.initial(self._params)
@@ -442,11 +499,19 @@ class Engine:
         matcher = None if sampling.grammar is None else self._grammars.read(sampling.grammar)
         return Adjustment(sampling, self.vocab_size, matcher)
 
-    def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Returns the token ids of a prompt.
+
+        Raises:
+            ModelError: If the prompt is empty, or has tokens that the model lacks.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ModelError("the model has no tokenizer.\n  Give token ids.")
-            encoded = self.tokenizer.encode(prompt)
+            try:
+                encoded = self.tokenizer.encode(prompt)
+            except UnicodeError as error:
+                raise ModelError(f"the prompt is not Unicode: {error}.\n  Repair it.") from None
             prompt = getattr(encoded, "ids", encoded)
         tokens = token_ids(prompt)
         if not tokens:
@@ -462,6 +527,14 @@ class Engine:
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None, "only texts are streamed"
         return self.tokenizer.decode(list(tokens))
+
+
+def _token(drawn: Drawn, row: int, token: int, sampling: Sampling) -> Token:
+    """Returns the token of a row with its log probabilities."""
+    count = sampling.logprobs or 0
+    top = zip(drawn.top_tokens[row, :count], drawn.top_logprobs[row, :count], strict=True)
+    pairs = tuple((int(token), float(logprob)) for token, logprob in top)
+    return Token(token, float(drawn.logprobs[row]), pairs)
 
 
 def _sharding(x: jax.Array, scope: Scope | None) -> Sharding:

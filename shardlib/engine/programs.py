@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
 from shardlib.engine.schedule import EngineStep, SequenceState
@@ -44,6 +45,19 @@ class StepArrays(NamedTuple):
     """Of slots, then of `last_rows`."""
     added: np.ndarray | None
     """Of the same rows, what is added to the logits: [rows, vocab] float32."""
+    targets: np.ndarray
+    """The token after each row of a lane, where it is known: [rows] int32."""
+    wants_scores: np.ndarray
+    """Whether any lane wants the log probabilities of its targets: [] bool."""
+
+
+class StepResult(NamedTuple):
+    """What the host reads of a step."""
+
+    drawn: Drawn
+    """Of slots, then of `last_rows`."""
+    scores: Drawn
+    """Of the targets of all rows, if any are wanted."""
 
 
 class EnginePrograms:
@@ -80,7 +94,7 @@ class EnginePrograms:
 
     def run(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
-    ) -> tuple[DeviceState, Drawn]:
+    ) -> tuple[DeviceState, StepResult]:
         """Starts a step; `state` is donated. It is compiled once for each number of lanes, and once
         more for steps that add to logits."""
         return self._run(params, state, arrays)
@@ -91,7 +105,7 @@ class EnginePrograms:
 
     def _step(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
-    ) -> tuple[DeviceState, Drawn]:
+    ) -> tuple[DeviceState, StepResult]:
         self.num_traced += 1
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
@@ -99,12 +113,16 @@ class EnginePrograms:
             x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             last = jnp.concatenate([jnp.arange(num_slots), jnp.asarray(arrays.last_rows)])
             logits = self._decoding.logits(model, x[last])
+            # All rows, also of slots: few rows may be computed with other bits.
+            wanted = jnp.asarray(arrays.wants_scores)
+            targets = jnp.asarray(arrays.targets)
+            scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
         drawn = draw(logits, arrays.settings, rows.positions[last] + 1, arrays.added)
         # Slots that did not decode keep their token: one that a lane draws is written after.
         is_active = rows.pages[:num_slots] > 0
         slots = jnp.where(is_active, drawn.tokens[:num_slots], state.tokens)
         slots = slots.at[arrays.slots].set(drawn.tokens[num_slots:], mode="drop")
-        return DeviceState(pages, slots), drawn
+        return DeviceState(pages, slots), StepResult(drawn, scores)
 
     def _scoped(self) -> contextlib.AbstractContextManager[Any]:
         if self._scope is None:
@@ -119,20 +137,26 @@ class Arranger:
         self.sizes = sizes
 
     def arrays(
-        self, step: EngineStep, added: Mapping[SequenceState, np.ndarray] | None = None
+        self,
+        step: EngineStep,
+        added: Mapping[SequenceState, np.ndarray] | None = None,
+        *,
+        least_lanes: int = 0,
     ) -> StepArrays:
         """Returns a step as arrays.
 
         Args:
             step: The step.
             added: What is added to the logits of sequences: [vocab] each.
+            least_lanes: Lanes that its program has at least.
         """
         slots, width, page_size = self.sizes.slots, self.sizes.lane, self.sizes.page_size
-        count = next(n for n in self.sizes.lane_counts if n >= len(step.lanes))
+        least = max(least_lanes, len(step.lanes))
+        count = next(n for n in self.sizes.lane_counts if n >= least)
         positions, pages = (np.zeros(slots + count * width, np.int32) for _ in range(2))
         tables = np.zeros((slots, self.sizes.pages_a_row), np.int32)
         lane_tables = np.zeros((count, self.sizes.pages_a_row), np.int32)
-        tokens = np.zeros(count * width, np.int32)
+        tokens, targets = np.zeros(count * width, np.int32), np.zeros_like(positions)
         drawn = max(slots + count, self.sizes.least_drawn)
         last_rows = np.zeros(drawn - slots, np.int32)
         lane_slots = np.full(drawn - slots, slots, np.int32)
@@ -147,6 +171,8 @@ class Arranger:
             first, size = number * width, len(lane.tokens)
             at = np.arange(lane.start, lane.start + size, dtype=np.int32)
             tokens[first : first + size] = lane.tokens
+            after = lane.sequence.tokens(lane.start + 1, lane.start + size + 1)
+            targets[slots + first : slots + first + len(after)] = after
             positions[slots + first : slots + first + size] = at
             of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
@@ -155,9 +181,15 @@ class Arranger:
                 lane_slots[number] = lane.slot
                 sampling[slots + number] = lane.sequence.sampling
         rows = Rows(*map(jnp.asarray, (positions, pages, tables, lane_tables)))
-        settings = settings_of(sampling)
         return StepArrays(
-            rows, tokens, last_rows, lane_slots, settings, self._added(step, added, drawn)
+            rows,
+            tokens,
+            last_rows,
+            lane_slots,
+            settings_of(sampling),
+            self._added(step, added, drawn),
+            targets,
+            np.asarray(any(lane.scores for lane in step.lanes)),
         )
 
     def _added(

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from shardlib.errors import ModelError
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
-"""Why an answer ended: at a stop token or text, at its longest, or by the client's will or time."""
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+"""Why an answer ended: at a stop token or text, at its longest, by the client's will or time, or
+because a step failed for it."""
 MOST_LOGPROBS = 20
 """Alternatives that a step returns for each token. Source: the OpenAI API, `top_logprobs`."""
 
@@ -53,6 +54,9 @@ class Sampling:
     """Whether the answer goes on after the end of text."""
     logprobs: int | None = None
     """Alternatives of each token to return with their log probabilities; None for none."""
+    prompt_logprobs: bool = False
+    """Whether the tokens of the prompt are returned with their log probabilities too. The whole
+    prompt is then read, whatever the cache has of it."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of all tokens that the answer has. Source: the OpenAI API."""
     frequency_penalty: float = 0.0
@@ -145,6 +149,8 @@ class Completion:
     finish_reason: FinishReason
     cached_tokens: int
     """Tokens of the prompt whose keys and values were already in the cache."""
+    prompt_tokens: tuple[Token, ...] = ()
+    """The tokens of the prompt but the first, if the request wants their log probabilities."""
 
     @property
     def ids(self) -> list[int]:

@@ -98,6 +98,12 @@ class Lane:
     """Whether a token follows the last one."""
     pages: tuple[int, ...]
 
+    @property
+    def scores(self) -> bool:
+        """Whether its tokens are of a prompt whose log probabilities are wanted."""
+        is_prompt = self.start < len(self.sequence.prompt)
+        return self.sequence.sampling.prompt_logprobs and is_prompt
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineStep:
@@ -142,10 +148,30 @@ class Scheduler:
         self.share_prefixes = share_prefixes
         self.waiting: list[SequenceState] = []
         self.running: dict[int, SequenceState] = {}
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._free_slots = list(range(num_slots))
         self._count = 0
         self.num_preemptions = 0
+        self._trial: tuple[SequenceState, int] | None = None
+        """The last sequence that was admitted, and how many tokens of its answer were known."""
+        self._careful_until = 0
+        """Sequences up to this number may break a step, and are admitted one at a time."""
+
+    @property
+    def suspect(self) -> SequenceState | None:
+        """The sequence that a failed step is put down to: the last one admitted, if they are
+        admitted one at a time and it has drawn no token since."""
+        if not self.is_careful or self._trial is None:
+            return None
+        sequence, known = self._trial
+        is_waiting = sequence.slot is None and not sequence.in_flight
+        is_tried = sequence.ended or len(sequence.out) > known or is_waiting
+        return None if is_tried else sequence
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether sequences are admitted one at a time, as one of them may break a step."""
+        return self._careful_until > 0
 
     @property
     def busy(self) -> bool:
@@ -193,11 +219,18 @@ class Scheduler:
         for sequence in self.running.values():
             sequence.is_stale = True
 
-    def restart(self, sequences: Iterable[SequenceState]) -> None:
-        """Begins with an empty cache: `sequences` wait, with the tokens that they have."""
+    def restart(self, sequences: Iterable[SequenceState], *, is_careful: bool = False) -> None:
+        """Begins with an empty cache: `sequences` wait, with the tokens that they have.
+
+        Args:
+            sequences: All sequences that are not complete.
+            is_careful: Whether they are admitted one at a time, so that one which breaks a step is
+                found.
+        """
+        self._trial, self._careful_until = None, self._count if is_careful else 0
         self.pool = PagePool(self.pool.num_pages)
         self.waiting, self.running = [], {}
-        self._free_slots = list(range(self._num_slots))
+        self._free_slots = list(range(self.num_slots))
         for sequence in sequences:
             sequence.slot, sequence.pages, sequence.ended = None, [], False
             sequence.computed = sequence.in_flight = sequence.num_offered = 0
@@ -274,6 +307,8 @@ class Scheduler:
 
     def _admitted(self) -> SequenceState | None:
         """Returns the first waiting sequence with a slot and pages for all its tokens."""
+        if self.is_careful and self._is_tried():
+            return None
         if not self.waiting or not self._free_slots:
             return None
         sequence = self.waiting[0]
@@ -298,12 +333,22 @@ class Scheduler:
         sequence.computed = len(pages) * self.page_size
         sequence.num_offered, sequence.read_until = len(pages), known
         sequence.is_stale = False
+        self._trial = sequence, len(sequence.out)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.computed
         return sequence
 
+    def _is_tried(self) -> bool:
+        """Returns whether a suspect is being tried; the last one that passes ends the trials."""
+        if self.suspect is not None:
+            return True
+        if all(one.number > self._careful_until for one in self.waiting):
+            self._careful_until = 0
+        return False
+
     def _shared(self, sequence: SequenceState, most: int) -> list[int]:
-        if not self.share_prefixes:
+        # The scores of a prompt are computed with its keys and values.
+        if not self.share_prefixes or sequence.sampling.prompt_logprobs:
             return []
         self._extend_keys(sequence, most)
         return self.pool.shared(sequence.keys[:most])

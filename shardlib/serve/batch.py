@@ -15,7 +15,8 @@ from typing import Any
 
 from shardlib.engine import Completion, Engine, Request
 from shardlib.errors import DataError, ModelError, ShardlibError, require
-from shardlib.serve.bodies import Asked, BodyError, Speaker, parse, response
+from shardlib.serve.bodies import Asked, BodyError, Speaker, parse
+from shardlib.serve.responses import response
 
 _AHEAD = 2
 """Prompts that wait for each prompt that runs."""
@@ -159,7 +160,8 @@ class _Work:
         for request in requests:
             self.engine.cancel(request)
         self.counts["refused"] += 1
-        self._write(name, 400, {"error": {"message": str(error), "code": 400}})
+        status = error.status if isinstance(error, BodyError) else 400
+        self._write(name, status, {"error": {"message": str(error), "code": status}})
 
     def _count(self, completions: list[Completion]) -> None:
         for one in completions:

@@ -1,8 +1,8 @@
-"""Bodies of requests and of responses, in the format of the OpenAI API.
+"""Bodies of requests, in the format of the OpenAI API.
 
-Source: the OpenAI API reference, "Completions" and "Chat". Of its fields, `tools`, `echo`, `suffix`
-and `best_of` are not served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are added, and
-`response_format` has the types `regex` and `lark` besides.
+Source: the OpenAI API reference, "Completions" and "Chat". The fields `suffix` and `best_of` are
+not served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are added, and `response_format` has
+the types `regex` and `lark` besides.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from shardlib.engine import Completion, Grammar, Sampling, Token
+from shardlib.engine import Grammar, Sampling
 from shardlib.errors import DataError, ModelError, ShardlibError, did_you_mean
 
 Url = Literal["/v1/completions", "/v1/chat/completions"]
@@ -35,11 +35,19 @@ _COMMON = {
     "logit_bias": dict,
     "response_format": dict,
     "stream": bool,
+    "stream_options": dict,
 }
-_FIELDS: Mapping[Url, Mapping[str, Any]] = {
-    COMPLETIONS: _COMMON | {"prompt": (str, list), "logprobs": int},
+FIELDS: Mapping[Url, Mapping[str, Any]] = {
+    COMPLETIONS: _COMMON | {"prompt": (str, list), "logprobs": int, "echo": bool},
     CHAT: _COMMON
-    | {"messages": list, "max_completion_tokens": int, "logprobs": bool, "top_logprobs": int},
+    | {
+        "messages": list,
+        "max_completion_tokens": int,
+        "logprobs": bool,
+        "top_logprobs": int,
+        "tools": list,
+        "tool_choice": str,
+    },
 }
 _COMPLETION_TOKENS = 16
 """Tokens of a completion without `max_tokens`. Source: the OpenAI API reference."""
@@ -48,7 +56,15 @@ _MOST_CHOICES = 128
 
 
 class BodyError(ShardlibError):
-    """A body that cannot be answered; a server returns it with the status 400."""
+    """A body that cannot be answered.
+
+    `status` is the status of HTTP with which a server returns it, and `code` its code in the OpenAI
+    API.
+    """
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +75,18 @@ class Asked:
     prompts: tuple[str | tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
     """Of the choices of each prompt."""
-    echoes_logprobs: bool
+    wants_logprobs: bool
     """Whether choices have log probabilities."""
+    echo: bool = False
+    """Whether a choice begins with its prompt."""
+    drops_answer: bool = False
+    """Whether the prompt is all that is asked for: one token is drawn, and left out."""
+    tools: frozenset[str] = frozenset()
+    """The names of the functions that the answer may call."""
+    streams: bool = False
+    """Whether the answer is sent in pieces."""
+    includes_usage: bool = False
+    """Whether the numbers of tokens follow the last piece."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +95,25 @@ class Speaker:
 
     name: str
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
-    """The tokens of messages, up to the answer; raises `DataError` without a template."""
+    chat: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], Sequence[int]]
+    """`chat(messages, tools)`: the tokens of messages, up to the answer. It raises `DataError`
+    without a template."""
 
 
-def parse(url: str, body: Any, speaker: Speaker) -> Asked:
+def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) -> Asked:
     """Returns what a body asks for.
+
+    Args:
+        url: The path of the endpoint.
+        body: The JSON value.
+        speaker: The model.
+        may_stream: Whether answers can be sent in pieces.
 
     Raises:
         BodyError: If the URL is unknown, or the body has unknown or missing fields or wrong values;
             the message lists all faults of a kind.
     """
-    if url not in _FIELDS:
+    if url not in FIELDS:
         raise BodyError(f"no URL is called {url!r}.\n  Use {COMPLETIONS} or {CHAT}.")
     known: Url = url  # type: ignore[assignment]
     if not isinstance(body, Mapping):
@@ -90,11 +123,13 @@ def parse(url: str, body: Any, speaker: Speaker) -> Asked:
     if (name := given.get("model", speaker.name)) != speaker.name:
         raise BodyError(
             f"no model is called {name!r}.{did_you_mean(name, [speaker.name])}\n"
-            f"  Use {speaker.name!r}, or leave model out."
+            f"  Use {speaker.name!r}, or leave model out.",
+            status=404,
+            code="model_not_found",
         )
-    if given.get("stream"):
-        raise BodyError("a batch does not stream.\n  Leave stream out.")
-    prompts = _prompts(given) if known == COMPLETIONS else (_chat(given, speaker),)
+    streams, includes_usage = _streaming(given, may_stream)
+    tools = _tools(given)
+    prompts = _prompts(given) if known == COMPLETIONS else (_chat(given, tools, speaker),)
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
@@ -102,12 +137,36 @@ def parse(url: str, body: Any, speaker: Speaker) -> Asked:
         samplings = tuple(_sampling(known, given, choice) for choice in range(choices))
     except ModelError as error:
         raise BodyError(str(error)) from None
-    wants = given.get("logprobs") is not None and given["logprobs"] is not False
-    return Asked(known, prompts, samplings, wants)
+    return Asked(
+        known,
+        prompts,
+        samplings,
+        wants_logprobs=given.get("logprobs") is not None and given["logprobs"] is not False,
+        echo=given.get("echo", False),
+        drops_answer=_drops_answer(given),
+        tools=frozenset(one["function"]["name"] for one in tools),
+        streams=streams,
+        includes_usage=includes_usage,
+    )
+
+
+def _streaming(given: Mapping[str, Any], may_stream: bool) -> tuple[bool, bool]:
+    """Returns whether the answer is sent in pieces, and whether the numbers of tokens follow."""
+    streams, options = given.get("stream", False), given.get("stream_options", {})
+    if streams and not may_stream:
+        raise BodyError("a batch does not stream.\n  Leave stream out.")
+    if options and not streams:
+        raise BodyError(
+            "stream_options are given without stream.\n  Set stream, or leave them out."
+        )
+    known = {"include_usage", "include_obfuscation"}
+    if not options.keys() <= known or not all(isinstance(x, bool) for x in options.values()):
+        raise BodyError('stream_options are wrong.\n  Give {"include_usage": true}.')
+    return streams, options.get("include_usage", False)
 
 
 def _refuse_foreign(url: Url, body: Mapping[str, Any]) -> None:
-    fields = _FIELDS[url]
+    fields = FIELDS[url]
     foreign = [f"{name!r}{did_you_mean(name, fields)}" for name in body if name not in fields]
     if foreign:
         raise BodyError(f"{url} has no field {', '.join(foreign)}\n  Leave it out.")
@@ -142,16 +201,46 @@ def _is_tokens(prompt: Any) -> bool:
     return bool(is_list and all(isinstance(x, int) and not isinstance(x, bool) for x in prompt))
 
 
-def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
+def _drops_answer(given: Mapping[str, Any]) -> bool:
+    """Returns whether the prompt is all that is asked for, by `echo` and `max_tokens=0`."""
+    return bool(given.get("echo")) and given.get("max_tokens") == 0
+
+
+def _tools(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the tools that the answer may call."""
+    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    is_right = all(
+        isinstance(one, Mapping)
+        and one.get("type") == "function"
+        and isinstance(one.get("function"), Mapping)
+        and isinstance(one["function"].get("name"), str)
+        for one in tools
+    )
+    if not is_right:
+        raise BodyError(
+            'tools are wrong.\n  Give a list of {"type": "function", "function": {"name": ...}}.'
+        )
+    if choice not in ("auto", "none"):
+        raise BodyError(f"tool_choice is {choice!r}.\n  Give 'auto' or 'none'.")
+    return [] if choice == "none" else tools
+
+
+def _chat(
+    given: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], speaker: Speaker
+) -> tuple[int, ...]:
     messages = given.get("messages")
     is_right = messages and all(
-        isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one
+        isinstance(one, Mapping)
+        and isinstance(one.get("role"), str)
+        and ("content" in one or "tool_calls" in one)
         for one in messages
     )
     if not messages or not is_right:
         raise BodyError('messages are missing.\n  Give a list of {"role": ..., "content": ...}.')
     try:
-        return tuple(speaker.chat(messages))
+        return tuple(speaker.chat(messages, tools or None))
+    except UnicodeError as error:
+        raise BodyError(f"messages are not Unicode: {error}.\n  Repair them.") from None
     except DataError as error:
         raise BodyError(str(error)) from None
 
@@ -160,7 +249,7 @@ def _sampling(url: Url, given: Mapping[str, Any], choice: int) -> Sampling:
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = given.get("logprobs")
     if url == COMPLETIONS:
-        most = most or _COMPLETION_TOKENS
+        most = 1 if _drops_answer(given) else _COMPLETION_TOKENS if most is None else most
     else:
         logprobs = given.get("top_logprobs", 0) if logprobs else None
     stop = given.get("stop", ())
@@ -179,6 +268,7 @@ def _sampling(url: Url, given: Mapping[str, Any], choice: int) -> Sampling:
         frequency_penalty=given.get("frequency_penalty", 0.0),
         logit_bias=_bias(given.get("logit_bias", {})),
         grammar=_grammar(given.get("response_format", {"type": "text"})),
+        prompt_logprobs=given.get("echo", False) and logprobs is not None,
     )
 
 
@@ -219,73 +309,3 @@ def _seed(given: Mapping[str, Any], choice: int) -> int:
     """Returns a seed for a body without one: equal bodies have equal answers."""
     digest = hashlib.blake2b(repr((sorted(given.items()), choice)).encode(), digest_size=4)
     return int.from_bytes(digest.digest(), "little")
-
-
-def response(
-    asked: Asked,
-    completions: Sequence[Completion],
-    speaker: Speaker,
-    *,
-    identity: str,
-    created: int,
-) -> dict[str, Any]:
-    """Returns the body of a response.
-
-    Args:
-        asked: What was asked for.
-        completions: Of each prompt, one for each choice.
-        speaker: The model.
-        identity: The id of the response.
-        created: Seconds since 1970.
-    """
-    per_prompt = len(asked.samplings)
-    drawn = sum(len(one.tokens) for one in completions)
-    read = sum(len(one.prompt) for one in completions[::per_prompt])
-    cached = sum(one.cached_tokens for one in completions[::per_prompt])
-    is_chat = asked.url == CHAT
-    return {
-        "id": identity,
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": speaker.name,
-        "choices": [_choice(asked, index, one, speaker) for index, one in enumerate(completions)],
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        },
-    }
-
-
-def _choice(asked: Asked, index: int, one: Completion, speaker: Speaker) -> dict[str, Any]:
-    common = {"index": index, "finish_reason": one.finish_reason, "logprobs": None}
-    if asked.url == CHAT:
-        if asked.echoes_logprobs:
-            common["logprobs"] = {"content": [_chat_logprob(t, speaker) for t in one.tokens]}
-        return common | {"message": {"role": "assistant", "content": one.text}}
-    if asked.echoes_logprobs:
-        common["logprobs"] = _logprobs(one.tokens, speaker)
-    return common | {"text": one.text}
-
-
-def _chat_logprob(token: Token, speaker: Speaker) -> dict[str, Any]:
-    def entry(number: int, logprob: float) -> dict[str, Any]:
-        text = speaker.decode([number])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    top = [entry(*pair) for pair in token.top]
-    return entry(token.id, token.logprob) | {"top_logprobs": top}
-
-
-def _logprobs(tokens: Sequence[Token], speaker: Speaker) -> dict[str, Any]:
-    texts = [speaker.decode([token.id]) for token in tokens]
-    offsets = [sum(map(len, texts[:n])) for n in range(len(texts))]
-    return {
-        "tokens": texts,
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [
-            {speaker.decode([number]): logprob for number, logprob in token.top} for token in tokens
-        ],
-        "text_offset": offsets,
-    }

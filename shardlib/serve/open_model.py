@@ -59,15 +59,19 @@ class Opened:
         """Returns the text of the tokenizer's file."""
         return self.text_model.tokenizer.to_json()
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of messages, up to the answer.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Returns the tokens of messages, up to the answer, which may call `tools`.
 
         Raises:
             DataError: If there is no chat template, or it refuses the messages.
         """
         if self.text_model.template is None:
             raise DataError("the model has no chat template.\n  Use /v1/completions.")
-        text = self.text_model.template().text(messages, None, add_generation_prompt=True)
+        text = self.text_model.template().text(messages, tools, add_generation_prompt=True)
         return self.text_model.tokenizer.encode(text)
 
 

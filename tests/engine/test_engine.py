@@ -303,3 +303,73 @@ def test_equal_bits_are_not_promised_in_16_bits(served):
     wrong = dataclasses.replace(served, model=nnx.merge(graphdef, half))
     with pytest.raises(ModelError, match="deterministic=True with parameters in bfloat16 on cpu"):
         Engine(wrong, context=64, deterministic=True)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "options", [{"pages": 14, "slots": 24}, {"chunk": 32, "overlap": False}], ids=str
+)
+def test_log_probabilities_of_prompts(served, options):
+    """They are those of the model, with the same bits in any company."""
+    asked = prompts(6, longest=90)
+    wanted = Sampling(max_tokens=30, logprobs=2, prompt_logprobs=True)
+    plain = Sampling(max_tokens=30, logprobs=2)
+    engine = Engine(served, **EXACT)
+    alone = [engine.generate([prompt], wanted)[0] for prompt in asked]
+    engine = Engine(served, **EXACT | options)
+    engine.generate(asked, plain)
+    mixed = [one for prompt in asked for one in ((prompt, plain), (prompt, wanted))]
+    found = answers(engine, mixed)
+    assert bits(found[1::2]) == bits(found[::2]) == bits(alone)
+    assert [one.prompt_tokens for one in found[1::2]] == [one.prompt_tokens for one in alone]
+    assert not any(one.prompt_tokens for one in found[::2])
+    logits = served.model(jnp.asarray([asked[0]], jnp.int32))[0]
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    for position, token in enumerate(alone[0].prompt_tokens, 1):
+        assert token.id == asked[0][position]
+        assert token.logprob == pytest.approx(float(logprobs[position - 1, token.id]), abs=1e-5)
+        assert token.top[0][0] == int(jnp.argmax(logprobs[position - 1]))
+    assert len(alone[0].prompt_tokens) == len(asked[0]) - 1
+
+
+def test_a_request_that_breaks_steps_ends_alone(engine, monkeypatch):
+    asked = [[5, 6], [7, 66, 9], list(range(40)), [1], [66]]
+    settings = {"max_tokens": 8, "temperature": 1.0}
+    right = [engine.generate([one], **settings)[0].ids for one in asked]
+    requests = [engine.submit(prompt, **settings) for prompt in asked]
+    run = engine._programs.run
+
+    def fails(params, state, arrays):
+        if 66 in arrays.tokens:
+            raise RuntimeError("of this prompt")
+        return run(params, state, arrays)
+
+    monkeypatch.setattr(engine._programs, "run", fails)
+    failures = 0
+    while engine.busy:
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 3
+    for request, ids in zip(requests, right, strict=True):
+        if 66 in request.sequence.prompt:
+            with pytest.raises(ModelError, match="ended by an error: of this prompt"):
+                request.answer()
+        else:
+            assert request.answer().ids == ids
+    assert engine.stats().pages_used == 0
+    assert not engine.scheduler.is_careful
+
+
+@pytest.mark.mesh
+def test_all_programs_are_compiled_before_a_request(served):
+    engine = Engine(served, context=128)
+    engine.warm_up()
+    compiled = engine.stats().num_compiled
+    fresh = Engine(served, context=128)
+    asked = [[1], list(range(90)), *prompts(9)]
+    assert bits(engine.generate(asked, max_tokens=3)) == bits(fresh.generate(asked, max_tokens=3))
+    engine.generate(asked, max_tokens=3, logit_bias={1: 1.0})
+    engine.generate([[1]], max_tokens=3)
+    assert engine.stats().num_compiled == compiled == 6

@@ -4,44 +4,15 @@ import json
 import resource
 
 import pytest
-from flax import nnx
+from byte_decoder import SPEAKER, new_engine
 
-from shardlib.data.tokenizer import BytesTokenizer
-from shardlib.engine import Engine
 from shardlib.errors import DataError
-from shardlib.registry import DataSpec
 from shardlib.serve import answer_batch
-from shardlib.serve.bodies import Speaker
-from shardlib_models.transformer import FAMILY
-from shardlib_models.transformer_config import TransformerConfig
-
-TEXT = BytesTokenizer()
-
-
-class Served:
-    """A model whose tokens are bytes."""
-
-    family, scope, tokenizer, end_tokens = FAMILY, None, TEXT, (TEXT.eot,)
-
-    def __init__(self):
-        config = TransformerConfig(
-            embed_dim=64, num_layers=1, num_heads=4, mlp_dim=64, vocab_size=257, max_positions=256
-        )
-        self.model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
-        self.model.eval()
-        self.config = self.model.config
-
-
-def chat(messages):
-    return TEXT.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
-
-
-SPEAKER = Speaker("tiny", lambda ids: TEXT.decode(ids), chat)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(Served(), slots=4, context=128, chunk=64)
+    return new_engine()
 
 
 def row(name, body, url="/v1/completions"):

@@ -1,0 +1,39 @@
+"""Log probabilities of the tokens of prompts."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from shardlib.engine.requests import MOST_LOGPROBS
+from shardlib.engine.sampling import Drawn
+
+
+def prompt_scores(
+    logits: Callable[[], Float[Array, "rows vocab"]],
+    targets: Int[Array, " rows"],
+    is_wanted: Bool[Array, ""],
+) -> Drawn:
+    """Returns the log probability of the token after each row, and the likeliest tokens there.
+
+    Args:
+        logits: Computes the logits of rows, in any floating-point dtype. It runs if they are
+            wanted.
+        targets: The token after each row.
+        is_wanted: Whether any request wants the scores of its prompt; otherwise they are 0.
+    """
+    most = min(MOST_LOGPROBS, jax.eval_shape(logits).shape[-1])
+
+    def scores() -> Drawn:
+        logprobs = jax.nn.log_softmax(logits().astype(jnp.float32), axis=-1)
+        values, indices = jax.lax.top_k(logprobs, most)
+        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        return Drawn(targets, chosen, indices.astype(jnp.int32), values)
+
+    def zeros() -> Drawn:
+        shape = (len(targets), most)
+        floats = jnp.zeros(len(targets), jnp.float32), jnp.zeros(shape, jnp.float32)
+        return Drawn(targets, floats[0], jnp.zeros(shape, jnp.int32), floats[1])
+
+    return jax.lax.cond(is_wanted, scores, zeros)

@@ -1,0 +1,180 @@
+"""The HTTP server's application: the OpenAI API on one engine.
+
+Source: the OpenAI API reference.
+"""
+
+import asyncio
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shardlib.engine import Sampling
+from shardlib.errors import ShardlibError
+from shardlib.serve.bodies import CHAT, COMPLETIONS, Asked, Speaker, Url, parse
+from shardlib.serve.clients import ClientGoneError, EventStream, unless_gone
+from shardlib.serve.engine_thread import EngineThread, OpenAnswer
+from shardlib.serve.gate import Gate, read_body
+from shardlib.serve.http_errors import ApiError, JsonResponse, error_response
+from shardlib.serve.openapi import described
+from shardlib.serve.responses import Chunks, echoed, response
+
+_CLIENT_GONE = 499
+"""Status of a request whose client has gone; nobody reads it. Source: nginx."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLimits:
+    """What the server takes."""
+
+    most_requests: int = 1024
+    """Requests that are open at once."""
+    most_body_bytes: int = 16 * 2**20
+    """Bytes of a body."""
+
+
+@dataclasses.dataclass
+class Service:
+    """An engine that answers the OpenAI API.
+
+    Args:
+        thread: The thread of the engine.
+        speaker: Its model.
+        limits: What it takes.
+        keys: API keys; none for a server that anyone may ask.
+    """
+
+    thread: EngineThread
+    speaker: Speaker
+    limits: ServerLimits = dataclasses.field(default_factory=ServerLimits)
+    keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.gate = Gate(_build(self), self.keys, self.limits.most_requests)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are answered."""
+        return self.thread.is_ready and not self.gate.is_draining
+
+    async def answered(self, request: Request, url: Url) -> Response:
+        """Returns the response to a body with prompts."""
+        body = await read_json(request, self.limits.most_body_bytes)
+        try:
+            return await unless_gone(request.receive, self._response(url, body))
+        except ClientGoneError:
+            return Response(status_code=_CLIENT_GONE)
+
+    async def _response(self, url: Url, body: Any) -> Response:
+        asked, items = await asyncio.to_thread(self._parsed, url, body)
+        answer = await self.thread.open(items, in_pieces=asked.streams)
+        identity = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{uuid.uuid4().hex}"
+        created = int(time.time())
+        if asked.streams:
+            chunks = Chunks(asked, self.speaker, identity, created)
+            return EventStream(_streamed(answer, chunks), answer.close)
+        try:
+            async for _ in answer.pieces():
+                pass
+        finally:
+            answer.close()
+        completions = [one.answer() for one in answer.requests]
+        whole = response(asked, completions, self.speaker, identity=identity, created=created)
+        return JsonResponse(whole)
+
+    def _parsed(self, url: Url, body: Any) -> tuple[Asked, list[tuple[tuple[int, ...], Sampling]]]:
+        """Returns what a body asks for, and the token ids of each answer with its sampling."""
+        asked = parse(url, body, self.speaker, may_stream=True)
+        prompts = [self.thread.encode(prompt) for prompt in asked.prompts]
+        return asked, [(ids, sampling) for ids in prompts for sampling in asked.samplings]
+
+
+async def _streamed(answer: OpenAnswer, chunks: Chunks) -> AsyncIterator[dict[str, Any]]:
+    for chunk in chunks.first():
+        yield chunk
+    asked, begun = chunks.asked, set()
+    async for piece in answer.pieces():
+        text, tokens = ("", ()) if asked.drops_answer else (piece.text, piece.tokens)
+        if asked.echo and piece.index not in begun:
+            begun.add(piece.index)
+            request = answer.requests[piece.index]
+            scored = request.scored_prompt()
+            parts = echoed(asked, piece.index, request.sequence.prompt, scored, chunks.speaker)
+            text, tokens = parts[0] + text, (*parts[1], *tokens)
+        for chunk in chunks.piece(piece.index, text, tokens, piece.finish_reason):
+            yield chunk
+    for chunk in chunks.usage([one.answer() for one in answer.requests]):
+        yield chunk
+
+
+async def read_json(request: Request, most_bytes: int) -> Any:
+    """Returns the JSON value that a request carries.
+
+    Raises:
+        ApiError: If it is too long (413), of another type (415) or malformed (400).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body is {kind or 'of no type'}.\n  Send application/json.")
+    data = await read_body(request, most_bytes)
+    try:
+        return json.loads(data, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}.\n  Repair it.") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _build(service: Service) -> FastAPI:
+    """Returns the routes of a service."""
+    app = FastAPI(title="shardlib", docs_url=None, redoc_url=None)
+    for kind in (ShardlibError, HTTPException, Exception):
+        app.add_exception_handler(kind, error_response)
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = service.thread.is_alive
+        return JsonResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return JsonResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.speaker.name:
+            raise ApiError(
+                404,
+                f"no model is called {name!r}.\n  Use {service.speaker.name!r}.",
+                "model_not_found",
+            )
+        return JsonResponse(_model(service))
+
+    @app.post(COMPLETIONS, **described(COMPLETIONS))
+    async def completions(request: Request) -> Response:
+        return await service.answered(request, COMPLETIONS)
+
+    @app.post(CHAT, **described(CHAT))
+    async def chat_completions(request: Request) -> Response:
+        return await service.answered(request, CHAT)
+
+    return app
+
+
+def _model(service: Service) -> dict[str, Any]:
+    name, created = service.speaker.name, service.created
+    return {"id": name, "object": "model", "created": created, "owned_by": "shardlib"}

@@ -1,0 +1,130 @@
+"""The gate of the server: who may ask, how many at once, and how much."""
+
+import dataclasses
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shardlib.errors import ConfigError
+from shardlib.serve.http_errors import ApiError, error_response
+
+KEYS_VARIABLE = "SHARDLIB_API_KEYS"
+_DRAIN_SECONDS = 10
+
+
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """Returns API keys: the lines of a file, or what the environment has between commas.
+
+    Args:
+        file: The file, where `#` begins a comment; None for `SHARDLIB_API_KEYS`.
+
+    Raises:
+        ConfigError: If the file cannot be read or has no key.
+    """
+    if file is None:
+        return tuple(filter(None, map(str.strip, os.environ.get(KEYS_VARIABLE, "").split(","))))
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"API keys cannot be read from {file}: {error}.") from None
+    keys = tuple(filter(None, (line.partition("#")[0].strip() for line in lines)))
+    if not keys:
+        raise ConfigError(f"{file} has no API key.\n  Write one in each line.")
+    return keys
+
+
+@dataclasses.dataclass
+class Gate:
+    """What the requests below `/v1` have to pass, as middleware of ASGI.
+
+    Args:
+        app: The application behind it.
+        keys: Keys of which a request needs one; none for no keys.
+        most_requests: Requests that are open at once.
+    """
+
+    app: ASGIApp
+    keys: Iterable[str] = ()
+    most_requests: int = 1024
+    num_open: int = 0
+    is_draining: bool = False
+    """Whether new requests are refused, because the server is about to end."""
+
+    def __post_init__(self) -> None:
+        self._digests = [_digest(key.encode()) for key in self.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        if (refusal := self._refusal(request)) is not None:
+            response = await error_response(request, refusal)
+            await response(scope, receive, send)
+            return
+        self.num_open += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        if self._digests and not self._knows(request.headers.get("authorization", "")):
+            return ApiError(
+                401,
+                "the API key is missing or wrong.\n  Send the header Authorization: Bearer KEY.",
+                "invalid_api_key",
+            )
+        if self.is_draining:
+            message = "the server is about to end.\n  Try again later."
+            return ApiError(503, message, "draining", _DRAIN_SECONDS)
+        if self.num_open >= self.most_requests:
+            return ApiError(
+                429,
+                f"{self.num_open} requests are open, the most there may be.\n  Try again later.",
+                "too_many_requests",
+                1,
+            )
+        return None
+
+    def _knows(self, header: str) -> bool:
+        kind, _, key = header.partition(" ")
+        # All keys are compared, each in constant time.
+        digest = _digest(key.strip().encode("latin-1", "replace"))
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return kind.lower() == "bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        ApiError: With status 413 if it has more than `most_bytes`.
+    """
+    pieces, size = [], 0
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most_bytes:
+        raise _too_large(most_bytes)
+    async for piece in request.stream():
+        size += len(piece)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has more than {most_bytes:,} bytes.\n  Send a shorter prompt, or fewer.",
+        "body_too_large",
+    )

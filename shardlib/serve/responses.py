@@ -1,0 +1,203 @@
+"""Bodies of responses, whole and in pieces, in the format of the OpenAI API.
+
+Source: the OpenAI API reference, "Completions", "Chat" and "Streaming".
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardlib.engine import Completion, Token
+from shardlib.serve.bodies import CHAT, Asked, Speaker
+
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+def response(
+    asked: Asked,
+    completions: Sequence[Completion],
+    speaker: Speaker,
+    *,
+    identity: str,
+    created: int,
+) -> dict[str, Any]:
+    """Returns the body of a response.
+
+    Args:
+        asked: What was asked for.
+        completions: Of each prompt, one for each choice.
+        speaker: The model.
+        identity: The id of the response.
+        created: Seconds since 1970.
+    """
+    is_chat = asked.url == CHAT
+    return {
+        "id": identity,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": speaker.name,
+        "choices": [_choice(asked, index, one, speaker) for index, one in enumerate(completions)],
+        "usage": usage(asked, completions),
+    }
+
+
+def usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Returns the numbers of tokens: of each prompt once, and of all its choices."""
+    per_prompt = len(asked.samplings)
+    drawn = 0 if asked.drops_answer else sum(len(one.tokens) for one in completions)
+    read = sum(len(one.prompt) for one in completions[::per_prompt])
+    cached = sum(one.cached_tokens for one in completions[::per_prompt])
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": drawn,
+        "total_tokens": read + drawn,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _choice(asked: Asked, index: int, one: Completion, speaker: Speaker) -> dict[str, Any]:
+    common = {"index": index, "finish_reason": one.finish_reason, "logprobs": None}
+    if asked.url == CHAT:
+        if asked.wants_logprobs:
+            common["logprobs"] = {"content": [_chat_logprob(t, speaker) for t in one.tokens]}
+        return common | {"message": {"role": "assistant", "content": one.text}}
+    text, tokens = ("", ()) if asked.drops_answer else (one.text, one.tokens)
+    if asked.echo:
+        before, of_prompt = echoed(asked, index, one.prompt, one.prompt_tokens, speaker)
+        text, tokens = before + text, (*of_prompt, *tokens)
+    if asked.wants_logprobs:
+        common["logprobs"] = _logprobs(tokens, speaker)
+    return common | {"text": text}
+
+
+def echoed(
+    asked: Asked, index: int, ids: Sequence[int], scored: Sequence[Token], speaker: Speaker
+) -> tuple[str, tuple[Token, ...]]:
+    """Returns the text and the tokens with which a choice begins that repeats its prompt.
+
+    Args:
+        asked: What was asked for.
+        index: The choice.
+        ids: The tokens of the prompt.
+        scored: All but the first with their log probabilities, if these are wanted.
+        speaker: The model.
+    """
+    prompt = asked.prompts[index // len(asked.samplings)]
+    text = prompt if isinstance(prompt, str) else speaker.decode(ids)
+    return text, (Token(ids[0], math.nan), *scored)
+
+
+def _chat_logprob(token: Token, speaker: Speaker) -> dict[str, Any]:
+    def entry(number: int, logprob: float) -> dict[str, Any]:
+        text = speaker.decode([number])
+        return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode())}
+
+    top = [entry(*pair) for pair in token.top]
+    return entry(token.id, token.logprob) | {"top_logprobs": top}
+
+
+def _logprobs(tokens: Sequence[Token], speaker: Speaker, offset: int = 0) -> dict[str, Any]:
+    """Returns the log probabilities of tokens.
+
+    Args:
+        tokens: The tokens.
+        speaker: The model.
+        offset: Characters of the choice before them.
+    """
+    texts = [speaker.decode([token.id]) for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [_shown(token.logprob) for token in tokens],
+        "top_logprobs": [_top(token, speaker) for token in tokens],
+        "text_offset": [offset + sum(map(len, texts[:n])) for n in range(len(texts))],
+    }
+
+
+def _top(token: Token, speaker: Speaker) -> dict[str, float | None] | None:
+    """Returns the likeliest tokens and this one; of several with one text, the likeliest. None for
+    a token that has no log probability."""
+    if math.isnan(token.logprob):
+        return None
+    found: dict[str, float | None] = {}
+    for number, logprob in (*token.top, (token.id, token.logprob)):
+        found.setdefault(speaker.decode([number]), _shown(logprob))
+    return found
+
+
+def _shown(logprob: float) -> float | None:
+    """Returns a log probability as JSON can write it."""
+    return None if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)
+
+
+@dataclasses.dataclass
+class Chunks:
+    """The pieces of one response."""
+
+    asked: Asked
+    speaker: Speaker
+    identity: str
+    created: int
+    _lengths: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Characters of each choice that were sent."""
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Yields what comes before any text: the role of each message of a chat."""
+        if self.asked.url == CHAT:
+            for index in range(len(self.asked.samplings)):
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def piece(
+        self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the chunks of a piece of a choice.
+
+        Args:
+            index: The choice.
+            text: Its new text.
+            tokens: Its new tokens.
+            finish_reason: Why it has ended, if so.
+        """
+        logprobs: dict[str, Any] | None = None
+        if self.asked.url == CHAT:
+            if self.asked.wants_logprobs:
+                logprobs = {"content": [_chat_logprob(token, self.speaker) for token in tokens]}
+            if text or (tokens and self.asked.wants_logprobs):
+                yield self._chunk(index, {"delta": {"content": text}}, None, logprobs)
+            if finish_reason:
+                yield self._chunk(index, {"delta": {}}, finish_reason)
+            return
+        offset = self._lengths.get(index, 0)
+        if self.asked.wants_logprobs:
+            logprobs = _logprobs(tokens, self.speaker, offset)
+            text_length = sum(map(len, logprobs["tokens"]))
+        else:
+            text_length = len(text)
+        self._lengths[index] = offset + text_length
+        yield self._chunk(index, {"text": text}, finish_reason, logprobs)
+
+    def usage(self, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
+        """Yields the chunk with the numbers of tokens, if it is asked for."""
+        if self.asked.includes_usage:
+            yield self._envelope() | {"choices": [], "usage": usage(self.asked, completions)}
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish_reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        of_usage = {"usage": None} if self.asked.includes_usage else {}
+        return self._envelope() | {"choices": [choice]} | of_usage
+
+    def _envelope(self) -> dict[str, Any]:
+        is_chat = self.asked.url == CHAT
+        return {
+            "id": self.identity,
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": self.created,
+            "model": self.speaker.name,
+        }

@@ -1,0 +1,89 @@
+"""The process that serves: its socket, its signals, and its end."""
+
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from shardlib.errors import ConfigError
+from shardlib.serve.app import Service
+
+_KEEP_ALIVE_SECONDS = 30
+
+
+class _Server(uvicorn.Server):
+    """A server that answers what is open before it ends.
+
+    The first signal to end refuses new requests, and leaves the socket open, so that a balancer
+    reads that the server is not ready. The second one ends at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+        self.signals: list[int] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.signals.append(sig)
+        self.service.gate.is_draining = True
+        if len(self.signals) > 1:
+            self.should_exit = self.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.service.gate.is_draining and self.service.gate.num_open == 0:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a bound socket.
+
+    Raises:
+        ConfigError: If the address cannot be used.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be used: {error.strerror}.\n  Give another --host or --port."
+        ) from None
+    return bound
+
+
+def run(service: Service, bound: socket.socket, started: Callable[[str], None]) -> int:
+    """Serves until a signal ends it; returns the exit code.
+
+    It is 0 after the first SIGTERM or SIGINT, once all open requests are answered, and 128 plus the
+    signal's number after a second one.
+
+    Args:
+        service: What answers.
+        bound: A bound socket.
+        started: Called with the address when the socket is open.
+    """
+    config = uvicorn.Config(
+        service.gate,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+    )
+    server = _Server(config, service)
+    service.thread.start()
+    host, port = bound.getsockname()[:2]
+    started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    try:
+        with contextlib.closing(bound):
+            server.run([bound])
+    finally:
+        service.thread.stop()
+    is_forced = len(server.signals) > 1
+    return 128 + signal.Signals(server.signals[-1]).value if is_forced else 0

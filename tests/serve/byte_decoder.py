@@ -1,0 +1,77 @@
+"""A decoder whose tokens are bytes, and a server of it in this process."""
+
+import contextlib
+import threading
+import time
+
+import httpx
+import uvicorn
+from flax import nnx
+
+from shardlib.data.tokenizer import BytesTokenizer
+from shardlib.engine import Engine
+from shardlib.registry import DataSpec
+from shardlib.serve.app import Service
+from shardlib.serve.bodies import Speaker
+from shardlib.serve.engine_thread import EngineThread
+from shardlib_models.transformer import FAMILY
+from shardlib_models.transformer_config import TransformerConfig
+
+TEXT = BytesTokenizer()
+
+
+class Served:
+    """A model whose tokens are bytes."""
+
+    family, scope, tokenizer, end_tokens = FAMILY, None, TEXT, (TEXT.eot,)
+
+    def __init__(self):
+        config = TransformerConfig(
+            embed_dim=64, num_layers=1, num_heads=4, mlp_dim=64, vocab_size=257, max_positions=256
+        )
+        self.model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
+        self.model.eval()
+        self.config = self.model.config
+
+
+def chat(messages, tools):
+    named = "".join(f"[{one['function']['name']}]" for one in tools or ())
+    return TEXT.encode(named + "".join(f"<{one['role']}>{one['content']}" for one in messages))
+
+
+SPEAKER = Speaker("tiny", lambda ids: TEXT.decode(ids), chat)
+
+
+def new_engine(**options):
+    return Engine(Served(), **{"slots": 4, "context": 128, "chunk": 64} | options)
+
+
+@contextlib.contextmanager
+def serving(engine=None, *, queue=8, **options):
+    """Yields a service and the address of its server, whose model may be slow to compile."""
+    thread = EngineThread(engine or new_engine(), most_waiting=queue)
+    service = Service(thread, SPEAKER, **options)
+    config = uvicorn.Config(service.gate, port=0, lifespan="off", log_level="error", ws="none")
+    server = uvicorn.Server(config)
+    runner = threading.Thread(target=server.run)
+    thread.start()
+    runner.start()
+    try:
+        wait_until(lambda: server.started and thread.is_ready)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield service, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.stop()
+        runner.join(20)
+
+
+def wait_until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)
+
+
+def client(address, **options):
+    return httpx.Client(base_url=address, timeout=30, trust_env=False, **options)

@@ -1,0 +1,303 @@
+"""The server: the official client's view, limits, faults and its end."""
+
+import contextlib
+import ctypes
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from byte_decoder import Served, client, new_engine, serving, wait_until
+
+from shardlib.engine import Engine
+from shardlib.errors import ConfigError
+from shardlib.serve.app import ServerLimits
+from shardlib.serve.gate import read_keys
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving() as (service, address):
+        yield service, address
+
+
+@pytest.fixture(scope="module")
+def http(served):
+    with client(served[1]) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def official(served):
+    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine()
+
+
+DRAWN = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
+ASKED = {"model": "tiny", **DRAWN}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_completions_are_those_of_the_engine(official, engine):
+    (first,) = engine.generate("one", **DRAWN, logprobs=2)
+    (second,) = engine.generate([98, 99], **DRAWN | {"seed": 4})
+    found = official.completions.create(prompt="one", logprobs=2, **ASKED)
+    assert found.choices[0].text == first.text
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.completion_tokens == 12
+    logprobs = found.choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx([t.logprob for t in first.tokens], abs=1e-5)
+    several = official.completions.create(prompt=["one", [98, 99]], n=2, **ASKED)
+    assert [one.index for one in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == first.text
+    assert several.choices[3].text == second.text
+    stop = first.text[5:7]
+    cut = official.completions.create(prompt="one", stop=[stop], **ASKED)
+    assert cut.choices[0].text == first.text[: first.text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_in_pieces_is_the_whole_one(official):
+    whole = official.chat.completions.create(
+        messages=MESSAGES, n=2, logprobs=True, top_logprobs=2, **ASKED
+    )
+    texts, tokens, reasons, numbers = {0: "", 1: ""}, {0: [], 1: []}, {}, None
+    for chunk in official.chat.completions.create(
+        messages=MESSAGES,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        **ASKED,
+    ):
+        numbers = chunk.usage or numbers
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason
+    assert reasons == {0: "length", 1: "length"}
+    assert numbers.completion_tokens == whole.usage.completion_tokens == 24
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        pairs = zip(tokens[choice.index], choice.logprobs.content, strict=True)
+        for piece, one in pairs:
+            assert (piece.token, len(piece.top_logprobs)) == (one.token, 2)
+
+
+def test_a_completion_in_pieces(official):
+    whole = official.completions.create(prompt="one", logprobs=1, **ASKED)
+    chunks = list(official.completions.create(prompt="one", logprobs=1, stream=True, **ASKED))
+    assert len(chunks) > 4
+    assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
+    offsets = [x for one in chunks for x in one.choices[0].logprobs.text_offset]
+    assert offsets == whole.choices[0].logprobs.text_offset
+
+
+def test_models(official):
+    assert [one.id for one in official.models.list()] == ["tiny"]
+    assert official.models.retrieve("tiny").owned_by == "shardlib"
+    with pytest.raises(openai.NotFoundError, match="no model is called 'big'"):
+        official.models.retrieve("big")
+
+
+def test_bodies_that_cannot_be_answered(http):
+    cases = [
+        ({"prompt": "a", "temprature": 1}, 400, "Did you mean 'temperature'"),
+        ({"prompt": "a", "model": "big"}, 404, "no model is called 'big'"),
+        ({"prompt": "a" * 200}, 400, "the context 128"),
+        ({"prompt": "\ud800"}, 400, "not Unicode"),
+        ({"prompt": [300]}, 400, "the tokens 300"),
+        ({"prompt": [2**70]}, 400, "expected a text"),
+        ({"prompt": ["a"] * 13}, 429, "the queue holds 8"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "without stream"),
+        ([], 400, "the body is list"),
+    ]
+    for body, status, text in cases:
+        answer = http.post("/v1/completions", content=json.dumps(body).encode(), headers=JSON)
+        assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True)
+        assert ("retry-after" in answer.headers) == (status == 429)
+    for content, kind, status in (
+        (b"{", "application/json", 400),
+        (b'{"prompt": "a", "top_p": NaN}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"{}", "text/plain", 415),
+    ):
+        answer = http.post("/v1/completions", content=content, headers={"content-type": kind})
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert http.get("/v1/other").json()["error"]["type"] == "not_found_error"
+    assert http.get("/v1/completions").status_code == 405
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_a_key_is_asked_for(engine_of_keys):
+    address = engine_of_keys
+    with client(address) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-ü"}):
+            refused = http.get("/v1/models", headers=[(k, v.encode()) for k, v in headers.items()])
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert http.get("/v1/models", headers={"authorization": "Bearer b"}).status_code == 200
+        assert http.get("/health").status_code == 200
+        large = http.post("/v1/completions", content=b" " * 2000, headers=KEYED)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+        pieces = (b" " * 100 for _ in range(20))
+        assert http.post("/v1/completions", content=pieces, headers=KEYED).status_code == 413
+
+
+KEYED = JSON | {"authorization": "Bearer b"}
+
+
+@pytest.fixture
+def engine_of_keys():
+    with serving(keys=("a", "b"), limits=ServerLimits(most_body_bytes=1000)) as (_, address):
+        yield address
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("# of the team\none\n\ntwo # of a guest\n")
+    assert read_keys(str(tmp_path / "keys")) == ("one", "two")
+    monkeypatch.setenv("SHARDLIB_API_KEYS", "a, b")
+    assert read_keys(None) == ("a", "b")
+    (tmp_path / "keys").write_text("# none\n")
+    with pytest.raises(ConfigError, match="has no API key"):
+        read_keys(str(tmp_path / "keys"))
+
+
+class Slow(Engine):
+    """An engine with steps that take time, and with prompts that break them."""
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+def test_clients_that_go_away_leave_nothing():
+    with serving(Slow(Served(), slots=2, context=128, chunk=64)) as (service, address):
+        steps = []
+        for number in range(6):
+            with client(address) as http, http.stream("POST", "/v1/completions", json=LONG) as got:
+                if number % 2:
+                    next(got.iter_lines())
+                wait_until(lambda: service.thread.stats.num_running)
+                before = service.thread.stats.num_steps
+            wait_until(lambda: not service.thread.stats.num_running)
+            steps.append(service.thread.stats.num_steps - before)
+        assert max(steps) <= 3, "the one that runs, and two"
+        # A client that waits for its whole answer.
+        with client(address) as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=LONG | {"stream": False}, timeout=0.2)
+        wait_until(lambda: not service.thread.stats.num_running)
+        stats = service.thread.stats
+        assert (stats.pages_used, stats.num_waiting, service.gate.num_open) == (0, 0, 0)
+        assert stats.answer_tokens < 100
+
+
+@pytest.mark.process
+def test_a_full_queue_is_refused():
+    with contextlib.ExitStack() as open_:
+        engine = Slow(Served(), slots=1, context=128)
+        _, address = open_.enter_context(serving(engine, queue=1))
+        http = open_.enter_context(client(address))
+        for _ in range(2):
+            open_.enter_context(http.stream("POST", "/v1/completions", json=LONG))
+        refused = http.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+
+
+@pytest.mark.process
+def test_a_server_with_too_many_requests_refuses_others():
+    limits = ServerLimits(most_requests=1)
+    with contextlib.ExitStack() as open_:
+        engine = Slow(Served(), slots=1, context=128)
+        _, address = open_.enter_context(serving(engine, limits=limits))
+        http = open_.enter_context(client(address))
+        with http.stream("POST", "/v1/completions", json=LONG):
+            refused = http.get("/v1/models")
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "too_many_requests"
+            assert http.get("/ready").status_code == 200
+
+
+def test_a_request_that_breaks_steps_ends_alone(caplog, monkeypatch):
+    engine = new_engine()
+    right = engine.generate("good", max_tokens=40, temperature=1.0, seed=1)[0].text
+    run = engine._programs.run
+
+    def fails(params, state, arrays):
+        if ord("!") in arrays.tokens:
+            raise RuntimeError("a bad prompt")
+        return run(params, state, arrays)
+
+    monkeypatch.setattr(engine._programs, "run", fails)
+    good = {"prompt": "good", "max_tokens": 40, "seed": 1}
+    with serving(engine) as (service, address), client(address) as http:
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [good, {"prompt": "bad!"}, good, good | {"prompt": "bad!", "stream": True}]
+            answers = list(pool.map(lambda one: http.post("/v1/completions", json=one), bodies))
+        assert [one.status_code for one in answers] == [200, 500, 200, 200]
+        assert answers[0].json()["choices"][0]["text"] == right
+        assert answers[2].json()["choices"][0]["text"] == right
+        assert "a bad prompt" in answers[1].json()["error"]["message"]
+        assert "a bad prompt" in answers[3].text
+        assert "[DONE]" not in answers[3].text
+        assert http.get("/ready").status_code == 200
+        assert http.post("/v1/completions", json=good).json()["choices"][0]["text"] == right
+        assert service.thread.stats.pages_used == 0
+
+
+@pytest.mark.process
+def test_a_dead_engine_ends_all_requests():
+    with contextlib.ExitStack() as open_:
+        engine = Slow(Served(), slots=2, context=128)
+        service, address = open_.enter_context(serving(engine))
+        http = open_.enter_context(client(address))
+        with ThreadPoolExecutor(4) as pool:
+            bodies = [LONG, LONG | {"stream": False}, LONG | {"stream": False}]
+            futures = [
+                pool.submit(http.post, "/v1/completions", json=one | {"max_tokens": 120})
+                for one in bodies
+            ]
+            wait_until(lambda: service.gate.num_open == 3 and service.thread.stats.num_running)
+            ident = ctypes.c_ulong(service.thread._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+            wait_until(lambda: http.get("/ready").status_code == 503, seconds=2)
+            assert http.get("/health").status_code == 503
+            answers = [one.result(10) for one in futures]
+            assert [one.status_code for one in answers] == [200, 500, 500]
+            assert "the engine has stopped" in answers[0].text
+            assert http.post("/v1/completions", json=LONG).status_code == 500
+
+
+def test_prompts_are_repeated_with_their_log_probabilities(official, engine):
+    """As evaluation harnesses ask for it: by tokens, and without an answer."""
+    (right,) = engine.generate([98, 99, 100], max_tokens=1, prompt_logprobs=True, logprobs=1)
+    scores = [token.logprob for token in (*right.prompt_tokens, *right.tokens)]
+    asked = {"model": "tiny", "prompt": [98, 99, 100], "echo": True, "logprobs": 1}
+    found = official.completions.create(max_tokens=1, temperature=0, **asked).choices[0]
+    assert found.logprobs.token_logprobs == [None, *(pytest.approx(s, abs=1e-5) for s in scores)]
+    assert found.text == "bcd" + right.text
+    assert found.logprobs.tokens[:3] == ["b", "c", "d"]
+    assert found.logprobs.top_logprobs[0] is None
+    assert max(found.logprobs.top_logprobs[1].values()) == pytest.approx(
+        right.prompt_tokens[0].top[0][1], abs=1e-5
+    )
+    (piece, *_) = official.completions.create(max_tokens=1, temperature=0, stream=True, **asked)
+    assert piece.choices[0].logprobs.token_logprobs == found.logprobs.token_logprobs
+    only = official.completions.create(max_tokens=0, **asked)
+    assert (only.choices[0].text, only.usage.completion_tokens) == ("bcd", 0)
+    assert len(only.choices[0].logprobs.tokens) == 3
