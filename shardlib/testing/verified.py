@@ -200,7 +200,7 @@ class _Verifier:
             report = self._compiled(found)
         except (ShardlibError, jax.errors.JaxRuntimeError) as error:
             return Check(found, 0, {}, None, refused=str(error).splitlines()[0])
-        peak = report.step.memory["peak"] + int(RUNTIME_BYTES[self.cluster.platform])
+        peak = report.memory.peak_bytes + int(RUNTIME_BYTES[self.cluster.platform])
         check = Check(found, peak, _traffic(report), _seconds(report))
         if check.peak_bytes > (capacity := capacity_bytes(self.cluster)):
             refused = f"a device holds {size(check.peak_bytes)} of {size(capacity)}"

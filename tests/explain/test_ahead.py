@@ -143,9 +143,14 @@ def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     found = compile_step(jax.jit(jax.grad(loss)), arguments, on=parse_cluster("v5e-1"))
     stats = found.compiled.memory_analysis()
     assert stats.host_temp_size_in_bytes >= 32 * 2048 * 4096 * 4
-    memory = found.memory
-    held = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
-    assert memory["peak"] <= held + memory["generated_code"] < stats.host_temp_size_in_bytes
+    # XLA's peak is that of the host's memory, so that the one by live ranges counts.
+    assert stats.peak_memory_in_bytes >= stats.host_temp_size_in_bytes
+    assert "peak" not in found.memory
+    gradients = weights = 32 * 256 * 4096 * 4
+    inputs = 32 * 2048 * 256 * 4
+    of_layer = 2048 * 4096 * 4
+    least = weights + gradients + inputs
+    assert least <= read_memory(found).peak_bytes <= least + 6 * of_layer
 
 
 # The compiler takes a minute until it gives up on arrays of this size.

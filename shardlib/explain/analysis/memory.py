@@ -112,8 +112,8 @@ def memory_report(
 
     Args:
         program: The scheduled program, as text from `Compiled.as_text()` or parsed by `parse`.
-        memory: The values of `Compiled.memory_analysis()`, by name without `_size_in_bytes`; empty
-            if unavailable.
+        memory: The values of `Compiled.memory_analysis()`, by name without `_size_in_bytes`. The
+            peak is that by live ranges if it has no `peak`.
         arguments: Categories by argument number of the program; missing ones are `other`.
         limit: The capacity of a device.
     """

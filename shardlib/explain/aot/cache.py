@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardlib.cache_root import cache_root
 
-_FORMAT = 3
+_FORMAT = 4
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
