@@ -80,9 +80,9 @@ class Sampling:
             f"max_tokens={self.max_tokens}, which must be an integer of 1 or more": (
                 self.max_tokens is None or _within(self.max_tokens, 1, math.inf)
             ),
-            f"temperature={self.temperature}, which must be 0 or more": 0
+            f"temperature={self.temperature}, which must be 0 or more, up to 1e38": 0
             <= self.temperature
-            < math.inf,
+            <= 1e38,
             f"top_k={self.top_k}, which must be an integer from 0 to 2**31 - 1": _within(
                 self.top_k, 0, 2**31 - 1
             ),

@@ -9,9 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,11 +25,16 @@ from shardlib.serve.clients import ClientGoneError, EventStream, unless_gone
 from shardlib.serve.engine_thread import EngineThread, OpenAnswer
 from shardlib.serve.gate import Gate, read_body
 from shardlib.serve.http_errors import ApiError, JsonResponse, error_response
+from shardlib.serve.metrics import ServerMetrics
 from shardlib.serve.openapi import described
 from shardlib.serve.responses import Chunks, echoed, response
 
 _CLIENT_GONE = 499
 """Status of a request whose client has gone; nobody reads it. Source: nginx."""
+_OF_PAGE = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,8 @@ class Service:
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.gate = Gate(_build(self), self.keys, self.limits.most_requests)
+        self.metrics = self.thread.observer = ServerMetrics(self.thread)
+        self.gate = Gate(_build(self), self.keys, self.limits.most_requests, self.metrics.responded)
 
     @property
     def is_ready(self) -> bool:
@@ -138,6 +146,7 @@ def _refuse(name: str) -> None:
 def _build(service: Service) -> FastAPI:
     """Returns the routes of a service."""
     app = FastAPI(title="shardlib", docs_url=None, redoc_url=None)
+    page = resources.files("shardlib.serve").joinpath("status_page.html").read_bytes()
     for kind in (ShardlibError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
 
@@ -149,6 +158,14 @@ def _build(service: Service) -> FastAPI:
     @app.get("/ready")
     async def ready() -> Response:
         return JsonResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def status_page() -> Response:
+        return Response(page, media_type="text/html", headers=_OF_PAGE)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -164,11 +181,11 @@ def _build(service: Service) -> FastAPI:
             )
         return JsonResponse(_model(service))
 
-    @app.post(COMPLETIONS, **described(COMPLETIONS))
+    @app.post(COMPLETIONS, **described(COMPLETIONS, service.speaker.name))
     async def completions(request: Request) -> Response:
         return await service.answered(request, COMPLETIONS)
 
-    @app.post(CHAT, **described(CHAT))
+    @app.post(CHAT, **described(CHAT, service.speaker.name))
     async def chat_completions(request: Request) -> Response:
         return await service.answered(request, CHAT)
 

@@ -120,11 +120,14 @@ class EngineThread:
     Args:
         engine: The engine, which nothing else touches from now on.
         most_waiting: Prompts that may wait for a slot.
-        observer: What is told of the progress of answers.
     """
 
-    def __init__(self, engine: Engine, *, most_waiting: int, observer: Observer | None = None):
-        self._engine, self._most_waiting, self._observer = engine, most_waiting, observer
+    def __init__(self, engine: Engine, *, most_waiting: int):
+        self._engine, self._most_waiting = engine, most_waiting
+        self.num_slots = engine.scheduler.num_slots
+        """Requests that run at once."""
+        self.observer: Observer | None = None
+        """What is told of the progress of answers."""
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._futures: set[concurrent.futures.Future] = set()
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -221,8 +224,8 @@ class EngineThread:
             for request in answer.requests:
                 if not request.finished:
                     engine.cancel(request)
-                    if self._observer is not None:
-                        self._observer.finished(request)
+                    if self.observer is not None:
+                        self.observer.finished(request)
 
         try:
             self.call(cancel)
@@ -323,7 +326,7 @@ class EngineThread:
         return Piece(index, text, tokens, request.finish_reason)
 
     def _observe(self, progress: _Progress) -> None:
-        request, observer = progress.request, self._observer
+        request, observer = progress.request, self.observer
         count = len(request.tokens) - progress.seen
         if observer is None:
             return

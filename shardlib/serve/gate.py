@@ -4,11 +4,11 @@ import dataclasses
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardlib.errors import ConfigError
 from shardlib.serve.http_errors import ApiError, error_response
@@ -46,11 +46,13 @@ class Gate:
         app: The application behind it.
         keys: Keys of which a request needs one; none for no keys.
         most_requests: Requests that are open at once.
+        responded: Called with the status of each response.
     """
 
     app: ASGIApp
     keys: Iterable[str] = ()
     most_requests: int = 1024
+    responded: Callable[[int], None] = lambda status: None
     num_open: int = 0
     is_draining: bool = False
     """Whether new requests are refused, because the server is about to end."""
@@ -63,13 +65,19 @@ class Gate:
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.responded(message["status"])
+            await send(message)
+
         if (refusal := self._refusal(request)) is not None:
             response = await error_response(request, refusal)
-            await response(scope, receive, send)
+            await response(scope, receive, counted)
             return
         self.num_open += 1
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, counted)
         finally:
             self.num_open -= 1
 

@@ -13,6 +13,29 @@ _TYPES = {
     dict: "object",
 }
 _NEEDED = {COMPLETIONS: "prompt"}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 16}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "null"]}},
+    "required": ["role", "content"],
+}
+_NARROWER: dict[str, dict[str, Any]] = {
+    "prompt": {"anyOf": [{"type": "string", "minLength": 1}, _TOKENS, _TEXTS]},
+    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+    "stop": {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS, {"type": "null"}]},
+    "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
+    "tool_choice": {"enum": ["auto", "none", None]},
+    "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
+    "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+    "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
+    "temperature": {"type": ["number", "null"], "minimum": 0},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+    "top_k": {"type": ["integer", "null"], "minimum": 0},
+    "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+}
+"""Fields whose values are narrower than their type."""
 STATUSES = {
     400: "The body is malformed, or cannot be answered.",
     401: "The API key is missing or wrong.",
@@ -25,11 +48,19 @@ STATUSES = {
 }
 
 
-def described(url: Url) -> dict[str, Any]:
-    """Returns the arguments of a route that describe its body and its responses."""
+def described(url: Url, model: str) -> dict[str, Any]:
+    """Returns the arguments of a route that describe its body and its responses.
+
+    Args:
+        url: The path.
+        model: The name of the model.
+    """
+    properties = {
+        name: _NARROWER.get(name) or _property(kind) for name, kind in FIELDS[url].items()
+    }
     schema = {
         "type": "object",
-        "properties": {name: _property(kind) for name, kind in FIELDS[url].items()},
+        "properties": properties | {"model": {"enum": [model, None]}},
         "required": [_NEEDED.get(url, "messages")],
         "additionalProperties": False,
     }

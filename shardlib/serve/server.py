@@ -44,12 +44,15 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: If the address cannot be used.
     """
+    bound = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError as error:
+        if bound is not None:
+            bound.close()
         raise ConfigError(
             f"{host}:{port} cannot be used: {error.strerror}.\n  Give another --host or --port."
         ) from None

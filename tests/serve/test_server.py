@@ -1,5 +1,6 @@
 """The server: the official client's view, limits, faults and its end."""
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -140,6 +141,31 @@ def test_bodies_that_cannot_be_answered(http):
 JSON = {"content-type": "application/json"}
 
 
+def numbers(http):
+    lines = http.get("/metrics").text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return collections.Counter({name: float(value) for name, value in pairs})
+
+
+def test_metrics_count_what_happens(served, http):
+    before = numbers(http)
+    body = {"prompt": "a" * 40, "max_tokens": 5, "ignore_eos": True}
+    for _ in range(2):
+        assert http.post("/v1/completions", json=body).status_code == 200
+    assert http.post("/v1/completions", json={"prompts": 1}).status_code == 400
+    after = numbers(http)
+    assert after["shardlib_answer_tokens_total"] == served[0].thread.stats.answer_tokens
+    after.subtract(before)
+    assert after["shardlib_answer_tokens_total"] == 10
+    assert after["shardlib_cached_tokens_total"] == 32
+    assert after["shardlib_time_to_first_token_seconds_count"] == 2
+    assert after["shardlib_inter_token_seconds_count"] == 8
+    assert after['shardlib_answers_total{finish_reason="length"}'] == 2
+    assert after['shardlib_responses_total{status="400"}'] == 1
+    assert http.get("/").headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.process
 def test_a_key_is_asked_for(engine_of_keys):
     address = engine_of_keys
     with client(address) as http:
@@ -185,6 +211,7 @@ class Slow(Engine):
 LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
+@pytest.mark.process
 def test_clients_that_go_away_leave_nothing():
     with serving(Slow(Served(), slots=2, context=128, chunk=64)) as (service, address):
         steps = []
@@ -233,6 +260,7 @@ def test_a_server_with_too_many_requests_refuses_others():
             assert http.get("/ready").status_code == 200
 
 
+@pytest.mark.process
 def test_a_request_that_breaks_steps_ends_alone(caplog, monkeypatch):
     engine = new_engine()
     right = engine.generate("good", max_tokens=40, temperature=1.0, seed=1)[0].text
