@@ -174,7 +174,7 @@ def test_requests_that_cannot_be_answered(served):
         engine.submit("text")
     with pytest.raises(ModelError) as raised:
         engine.submit([1], temperature=-1.0, top_p=0.0)
-    assert "temperature=-1.0, which must be 0 or more; top_p=0.0" in str(raised.value)
+    assert "temperature=-1.0, which must be 0 or more, up to 1e38; top_p=0.0" in str(raised.value)
     with pytest.raises(ModelError, match="context=300, and the model has at most 256"):
         Engine(served, context=300)
     with pytest.raises(ModelError, match="chunk=100 and lane=32 do not fit"):
