@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from shardlib.nn.attention import Pages, Rows
+from shardlib.nn.attention import Pages, Rows, empty_pages
 from shardlib.registry import Decoding
-from shardlib.sharding.constrain import constrain
 from shardlib_models.transformer_attention import Cache, Context
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -18,15 +17,10 @@ if TYPE_CHECKING:
 def pages(model: "Transformer", num_pages: int, page_size: int) -> tuple[Pages, ...]:
     """Returns zero pages of each stack of layers, in the dtype of the embeddings."""
     config, dtype = model.config, model.token_embedding.embedding[...].dtype
-
-    def zeros(num_layers: int, size: int) -> jax.Array:
-        shape = (num_layers, num_pages, config.kv_heads, page_size, size)
-        return constrain(jnp.zeros(shape, dtype), None, None, "kv_heads", None, "head_dim")
-
     dense = config.num_dense_layers
     counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
-    sizes = config.head_size, config.value_size
-    return tuple(Pages(*(zeros(n, size) for size in sizes)) for n in counts)
+    dims = config.head_size, config.value_size
+    return tuple(empty_pages(n, num_pages, page_size, config.kv_heads, dims, dtype) for n in counts)
 
 
 def step(

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
@@ -17,7 +19,7 @@ from shardlib.engine.schedule import EngineStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
-from shardlib.sharding.constrain import Scope, use
+from shardlib.sharding.constrain import Scope, active, use
 
 _WHOLE: dict[str, Any] = dict.fromkeys(("batch", "length", "residual_length"))
 """Activations that are not cut: a step has one batch row, of any length."""
@@ -82,15 +84,25 @@ class EnginePrograms:
     def initial(self, params: nnx.State) -> DeviceState:
         """Returns an empty cache."""
 
-        def empty(params: nnx.State) -> DeviceState:
-            model = nnx.merge(self._graphdef, params)
-            with self._scoped():
-                pages = self._decoding.pages(model, self._sizes.num_pages, self._sizes.page_size)
-            return DeviceState(pages, jnp.zeros(self._sizes.slots, jnp.int32))
-
-        state = jax.jit(empty)(params)
+        state = jax.jit(self._empty)(params)
         # Bound to their devices, as the states that steps return.
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+
+    def abstract_state(self, params: Any) -> DeviceState:
+        """Returns the shapes and shardings of an empty cache, for parameters that may be
+        abstract."""
+        lowered = jax.jit(self._empty).lower(params)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            lowered.out_info,
+            lowered.compile().output_shardings,
+        )
+
+    def _empty(self, params: nnx.State) -> DeviceState:
+        model = nnx.merge(self._graphdef, params)
+        with self._scoped():
+            pages = self._decoding.pages(model, self._sizes.num_pages, self._sizes.page_size)
+        return DeviceState(pages, jnp.zeros(self._sizes.slots, jnp.int32))
 
     def run(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
@@ -117,7 +129,8 @@ class EnginePrograms:
             wanted = jnp.asarray(arrays.wants_scores)
             targets = jnp.asarray(arrays.targets)
             scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
-        drawn = draw(logits, arrays.settings, rows.positions[last] + 1, arrays.added)
+            positions = rows.positions[last] + 1
+            drawn = _drawn(logits, arrays.settings, positions, arrays.added)
         # Slots that did not decode keep their token: one that a lane draws is written after.
         is_active = rows.pages[:num_slots] > 0
         slots = jnp.where(is_active, drawn.tokens[:num_slots], state.tokens)
@@ -128,6 +141,28 @@ class EnginePrograms:
         if self._scope is None:
             return contextlib.nullcontext()
         return use(self._scope.mesh, self._scope.rules.override(activations=_WHOLE))
+
+
+def _drawn(logits: jax.Array, settings: Settings, positions: jax.Array, added: Any) -> Drawn:
+    """Returns what `draw` does. Devices that share the vocabulary exchange it for rows first: each
+    draws from its rows, and only what was drawn is gathered."""
+    scope, (count, vocab) = active(), logits.shape
+    parts = 1 if scope is None else scope.parts("vocab", vocab)
+    if scope is None or parts == 1:
+        return draw(logits, settings, positions, added)
+    axes = scope.sharding(("vocab",), (vocab,), "activations").spec[0]
+    shared, whole = (NamedSharding(scope.mesh, spec) for spec in (P(axes), P()))
+    place = jax.lax.with_sharding_constraint
+
+    def padded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        # As many rows as the devices can share.
+        x = jnp.pad(x, ((0, -count % parts), *[(0, 0)] * (x.ndim - 1)))
+        return place(x, sharding)
+
+    settings, positions = jax.tree.map(lambda x: padded(x, whole), (settings, positions))
+    logits, added = jax.tree.map(lambda x: padded(x, shared), (logits, added))
+    drawn = draw(logits, settings, positions, added)
+    return jax.tree.map(lambda x: place(x, whole)[:count], drawn)
 
 
 class Arranger:

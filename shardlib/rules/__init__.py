@@ -27,6 +27,7 @@ from shardlib.rules.presets import DATA as DATA
 from shardlib.rules.presets import FSDP as FSDP
 from shardlib.rules.presets import PRESETS as PRESETS
 from shardlib.rules.presets import SEQUENCE as SEQUENCE
+from shardlib.rules.presets import SERVE as SERVE
 from shardlib.rules.presets import STANDARD as STANDARD
 from shardlib.rules.presets import ZERO1 as ZERO1
 from shardlib.rules.presets import ZERO2 as ZERO2

@@ -39,7 +39,8 @@ class RulesConfig:
     a list of alternatives."""
 
     preset: str | None = "standard"
-    """The rules to start from: data, fsdp, standard, sequence, zero1 or zero2; null for none."""
+    """The rules to start from: data, fsdp, standard, sequence, zero1, zero2 or serve; null for
+    none."""
     params: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
     """Rules for parameters, by logical axis."""
     activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)

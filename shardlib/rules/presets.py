@@ -131,6 +131,14 @@ ZERO2 = dataclasses.replace(_WHOLE, gradients=STANDARD, opt_state=STANDARD)
 Source: Rajbhandari et al. 2020, "ZeRO", stage 2.
 """
 
+SERVE = _WHOLE.override(layers=None, activations={"batch": "data+fsdp"})
+"""For inference: parameters split over `tensor` and `expert` only, keys and values by heads over
+`tensor`, and rows of a batch over `data` and `fsdp`. No step gathers a parameter.
+
+Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.2.1, "1D weight
+stationary".
+"""
+
 PRESETS: Mapping[str, AxisRules] = {
     "data": DATA,
     "fsdp": FSDP,
@@ -138,6 +146,7 @@ PRESETS: Mapping[str, AxisRules] = {
     "sequence": SEQUENCE,
     "zero1": ZERO1,
     "zero2": ZERO2,
+    "serve": SERVE,
 }
 """The presets by name."""
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardlib.plan.mixed_result import MixedPlans
     from shardlib.plan.request import Question
     from shardlib.plan.result import Plans
+    from shardlib.registry import DataSpec
 
 AUTO = "auto"
 
@@ -101,8 +102,8 @@ class RunConfig:
     """Mesh axes and their sizes, such as `data=2,fsdp=-1`, or a mapping. -1 takes the remaining
     devices; `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
     rules: str | RulesConfig = "standard"
-    """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard, sequence, zero1 or
-    zero2), changes to one, or `auto`, which finds rules for the model."""
+    """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard, sequence, zero1,
+    zero2 or serve), changes to one, or `auto`, which finds rules for the model."""
     precision: Literal["f32", "bf16", "bf16_params", "fp8", "int8"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
     except the routers of experts; fp8 (GPUs) and int8 (TPUs): bf16, with the products of linear
@@ -194,6 +195,12 @@ class RunConfig:
         from shardlib import run
 
         return run.plan_run(self, question)
+
+    def served(self) -> "tuple[str, Any, DataSpec]":
+        """Returns the name of the model, its config and its data, to plan how it is served."""
+        from shardlib import run
+
+        return run.served(self)
 
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes, which a run that starts has resolved."""

@@ -16,9 +16,9 @@ SLOTS, LANES, WIDTH, PAGES_A_ROW = 5, 2, 8, 40
 def case():
     """A step of 4 slots with 1 to 600 keys, one without a sequence, and two lanes."""
     rng = np.random.default_rng(0)
-    shape = (LAYERS, PAGES, KV_HEADS, PAGE)
-    key = rng.normal(size=(*shape, DIM)).astype(np.float32)
-    value = rng.normal(size=(*shape, VALUE_DIM)).astype(np.float32)
+    shape = (LAYERS, PAGES, PAGE)
+    key = rng.normal(size=(*shape, KV_HEADS * DIM)).astype(np.float32)
+    value = rng.normal(size=(*shape, KV_HEADS * VALUE_DIM)).astype(np.float32)
     query = rng.normal(size=(SLOTS + LANES * WIDTH, KV_HEADS * GROUP, DIM)).astype(np.float32)
     last = [599, 0, 130, 0, 17]
     free = iter(rng.permutation(np.arange(1, PAGES)))
@@ -41,13 +41,13 @@ def case():
 
 
 def expected(query, pages, layer, positions, tables, *, window=None, softcap=None, sinks=None):
-    pages = [np.asarray(cache[layer]) for cache in pages]
+    pages = [np.asarray(cache[layer]).reshape(PAGES, PAGE, KV_HEADS, -1) for cache in pages]
     out = np.zeros((len(query), KV_HEADS * GROUP, VALUE_DIM))
     for row, (at, table) in enumerate(zip(positions, tables, strict=True)):
         first = 0 if window is None else max(at - window + 1, 0)
         places = [(table[n // PAGE], n % PAGE) for n in range(first, at + 1)]
         for head in range(KV_HEADS * GROUP):
-            read = [np.stack([x[page, head // GROUP, n] for page, n in places]) for x in pages]
+            read = [np.stack([x[page, n, head // GROUP] for page, n in places]) for x in pages]
             scores = read[0].astype(np.float64) @ query[row, head] / np.sqrt(DIM)
             scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             extra = -np.inf if sinks is None else sinks[head]

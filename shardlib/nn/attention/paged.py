@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from shardlib.nn.attention.mask import Mask
-from shardlib.sharding.constrain import platform
+from shardlib.sharding.constrain import active, platform
 
 _BLOCK = 128
 """Keys of a row that CPUs read at once, at least one page."""
@@ -29,13 +30,15 @@ _START = -1e30
 
 
 class Pages(NamedTuple):
-    """Keys and values of a stack of layers: [layers, pages, kv_heads, page_size, head_dim] each.
+    """Keys and values of a stack of layers: [layers, pages, page_size, kv_heads * head_dim] each.
 
+    A row writes the whole last dim, so compilers write in place. With a dim of their own, heads
+    would lie in another order in the write than in the read, and each step would copy the cache.
     Rows without a sequence write into page 0, which no sequence owns.
     """
 
-    key: Float[Array, "layers pages kv_heads page_size head_dim"]
-    value: Float[Array, "layers pages kv_heads page_size value_dim"]
+    key: Float[Array, "layers pages page_size key_width"]
+    value: Float[Array, "layers pages page_size value_width"]
 
     def written(
         self,
@@ -45,10 +48,11 @@ class Pages(NamedTuple):
         value: Float[Array, "rows kv_heads value_dim"],
     ) -> "Pages":
         """Returns the pages with a key and a value of each row in one layer."""
-        at = rows.positions % self.key.shape[3]
+        at = rows.positions % self.key.shape[2]
 
         def write(pages: jax.Array, new: jax.Array) -> jax.Array:
-            return pages.at[layer, rows.pages, :, at].set(new.astype(pages.dtype))
+            new = new.reshape(new.shape[0], -1).astype(pages.dtype)
+            return pages.at[layer, rows.pages, at].set(new)
 
         return Pages(write(self.key, key), write(self.value, value))
 
@@ -64,6 +68,35 @@ class Rows(NamedTuple):
     """The pages of the sequence of each slot, in order; 0 beyond its end."""
     lanes: Int[Array, "lanes pages_a_row"]
     """The pages of the sequence of each lane, whose rows are consecutive positions."""
+
+
+def empty_pages(
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+) -> Pages:
+    """Returns zero pages of a stack of layers, whose heads the active rules cut as `kv_heads`.
+
+    Args:
+        num_layers, num_pages, page_size, kv_heads: Sizes.
+        dims: Dims of a head of keys and of values.
+        dtype: Of both.
+    """
+
+    def zeros(size: int) -> jax.Array:
+        pages = jnp.zeros((num_layers, num_pages, page_size, kv_heads * size), dtype)
+        scope = active()
+        if scope is None:
+            return pages
+        # Cut between heads, or not at all.
+        heads = scope.sharding(("kv_heads",), (kv_heads,), "activations").spec
+        spec = PartitionSpec(None, None, None, *heads)
+        return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
+
+    return Pages(*map(zeros, dims))
 
 
 def attend_pages(
@@ -91,14 +124,14 @@ def attend_pages(
     """
     together = platform() != "cpu" if together is None else together
     num_rows, heads, head_dim = query.shape
-    kv_heads, value_dim = pages.key.shape[2], pages.value.shape[4]
-    group = heads // kv_heads
+    kv_heads = pages.key.shape[3] // head_dim
+    group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
     if together:
         # Products of 16 bits; their sums are float32.
         query = query.astype(pages.key.dtype)
-    reader = _BlockReader(pages, layer, mask, window, together)
+    reader = _BlockReader(pages, kv_heads, layer, mask, window, together)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
@@ -124,6 +157,7 @@ class _BlockReader(NamedTuple):
     """Keys and values of one layer, read in blocks."""
 
     pages: Pages
+    kv_heads: int
     layer: int | jax.Array
     mask: Mask
     window: jax.Array | int | None
@@ -132,12 +166,12 @@ class _BlockReader(NamedTuple):
     @property
     def pages_a_block(self) -> int:
         keys = _BLOCK_TOGETHER if self.together else _BLOCK
-        return max(keys // self.pages.key.shape[3], 1)
+        return max(keys // self.pages.key.shape[2], 1)
 
     @property
     def block(self) -> int:
         """Positions in a block."""
-        return self.pages_a_block * self.pages.key.shape[3]
+        return self.pages_a_block * self.pages.key.shape[2]
 
     def map(self, function: Callable[[Any], Any], over: Any) -> Any:
         """Returns the results of a function for each row, or lane."""
@@ -210,8 +244,8 @@ class _BlockReader(NamedTuple):
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array) -> jax.Array:
-            found = cache[self.layer, pages]
-            return jnp.moveaxis(found, 0, 1).reshape(cache.shape[2], self.block, cache.shape[4])
+            found = cache[self.layer, pages].reshape(self.block, self.kv_heads, -1)
+            return jnp.moveaxis(found, 0, 1)
 
         is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
         return read(self.pages.key), jnp.where(is_own[:, None], read(self.pages.value), 0)
