@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardlib.nn.stack import stack_layers as stack_layers
     from shardlib.partitioner import partitioned as partitioned
     from shardlib.plan import plan as plan
+    from shardlib.plan.serving import plan_serving as plan_serving
     from shardlib.rules import AxisRules as AxisRules
     from shardlib.run.load_run import load_run as load_run
     from shardlib.runtime.distributed import local_cpu_devices as local_cpu_devices
@@ -107,6 +108,7 @@ _HOME = {
     "offload_optimizer": "train.offload",
     "partitioned": "partitioner",
     "plan": "plan",
+    "plan_serving": "plan.serving",
     "scan_layers": "nn.stack",
     "shard": "sharding.partition",
     "stack_layers": "nn.stack",

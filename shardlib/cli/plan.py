@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardlib.cli.arguments import AsJson, Overrides, console, load_config, warn
+from shardlib.cli.plan_serving import Context, Prompt, Serve, Slo, plan_serving
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
 
@@ -87,6 +88,10 @@ def plan(
     precision: Precision = None,
     verify: Verify = 0,
     rules: Rules = None,
+    serve: Serve = None,
+    context: Context = None,
+    prompt: Prompt = None,
+    slo: Slo = None,
     top: Top = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -95,6 +100,17 @@ def plan(
     The cluster need not be present: a calibrated cost model ranks meshes, rules, rematerialisation
     and microbatches. Compiles nothing without --verify.
     """
+    of_serving = {"context": context, "prompt": prompt, "slo": slo}
+    if serve is not None:
+        others = {
+            "CONFIG": config, "--model": model, "--global-batch": global_batch, "--length": length,
+            "--why-not": why_not, "--tokens": tokens, "--days": days, "--price": price,
+            "--verify": verify, "--rules": rules,
+        }  # fmt: skip
+        options = {**of_serving, "precision": precision, "top": top}
+        plan_serving(serve, on, options, others, as_json=as_json)
+        return
+    _check_without_serving(of_serving)
     _check(on, config, model, verify)
     asked = [one for one in why_not or () if ":" in one]
     _check_rules(on, config, rules, asked)
@@ -125,6 +141,14 @@ def plan(
         print(json.dumps(facts, indent=2))
     elif found:
         _show(found, answers, plans)  # type: ignore[arg-type]
+
+
+def _check_without_serving(of_serving: "dict[str, str | None]") -> None:
+    """Raises `ConfigError` for options that plan serving."""
+    if given := [f"--{name}" for name, value in of_serving.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(given)} plans how to serve a model.\n  Add --serve MODEL, or leave it out."
+        )
 
 
 def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> None:

@@ -168,7 +168,12 @@ class Memory:
     def over(self, capacity_bytes: float) -> float:
         """Returns the bytes by which it exceeds the usable memory of a device; negative if it
         fits."""
-        return self.total - capacity_bytes * (1 - _FRAGMENTATION)
+        return self.total - usable(capacity_bytes)
+
+
+def usable(capacity_bytes: float) -> float:
+    """Returns the bytes of a device's memory that allocators can use."""
+    return capacity_bytes * (1 - _FRAGMENTATION)
 
 
 def peak(throughout: Mapping[str, float], phases: Iterable[Mapping[str, float]]) -> Memory:

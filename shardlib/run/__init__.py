@@ -21,6 +21,7 @@ _HOME = {
     "import_model": "importing",
     "generate": "sampling",
     "plan_run": "plans.planning",
+    "served": "plans.planning",
     "train": "training",
 }
 

@@ -123,6 +123,21 @@ class FusedAttention(NamedTuple):
         return computed + self.exponentials * rates.exp_seconds
 
 
+class PagedAttention(NamedTuple):
+    """Attention of an inference step to keys and values that lie in pages."""
+
+    flops: float
+    num_bytes: float
+    """Bytes of the keys and values that are read."""
+    head_dim: float
+
+    def seconds(self, rates: Rates) -> float:
+        """Returns the seconds of the kernel."""
+        padding = padded(self.head_dim, rates.lanes) / self.head_dim
+        computed = _FLASH_FORWARD * self.flops * padding / rates.flash_flops
+        return roofline(computed, self.num_bytes / rates.memory) + rates.kernel_seconds
+
+
 class UnfusedAttention(NamedTuple):
     """Attention that writes the scores of all pairs to memory.
 
@@ -150,7 +165,7 @@ class UnfusedAttention(NamedTuple):
         return products.seconds(rates) - rates.kernel_seconds + scores.seconds(rates)
 
 
-Kernel = Product | Stream | FusedAttention | UnfusedAttention
+Kernel = Product | Stream | FusedAttention | PagedAttention | UnfusedAttention
 
 
 def padded(size: float, tile: int) -> float:

@@ -104,6 +104,17 @@ def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Ques
     return answer_mixed(name, workload, question, notes=_notes(others), kept=kept)
 
 
+def served(config: RunConfig) -> tuple[str, Any, DataSpec]:
+    """Returns the name of a run's model, its config and its data; see `sl.plan_serving`.
+
+    Raises:
+        ConfigError: If model and data do not fit each other.
+    """
+    spec = _spec(config)
+    check_fit(config, family(config.model.name), spec)
+    return config.model.name, config.model, spec
+
+
 def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
     """Returns the name of a run's model and its workload, with all options that a plan may choose.
 

@@ -1,0 +1,74 @@
+"""`shardlib plan --serve`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardlib.cli.arguments import console, load_config
+from shardlib.errors import ConfigError
+
+Serve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Plan how to serve a model: llama3-8b, a folder with a config.json, a config or a "
+        "run's directory.",
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(metavar="TOKENS", help="With --serve: a prompt and its answer. Default 8k."),
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option(metavar="TOKENS", help="With --serve: a prompt. Default: half of the context."),
+]
+Slo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIMES",
+        help="With --serve: seconds to the first token, and between tokens: ttft=1s,itl=50ms.",
+    ),
+]
+
+
+def plan_serving(
+    model: str, on: str, options: dict[str, Any], others: dict[str, Any], *, as_json: bool
+) -> None:
+    """Prints plans to serve a model.
+
+    Args:
+        model: Value of --serve.
+        on: The cluster.
+        options: Arguments of `sl.plan_serving`; None where it has a default.
+        others: Options that plan training, by name.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ConfigError: If an option plans training.
+    """
+    if given := [name for name, value in others.items() if value]:
+        raise ConfigError(
+            f"--serve plans how to serve a model, and {', '.join(given)} how to train one.\n"
+            "  Leave one of them out."
+        )
+    # Tracing a model does not use the devices of this machine.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from shardlib.plan.serving import plan_serving as make_plans
+
+    chosen = {name: value for name, value in options.items() if value is not None}
+    plans = make_plans(_named(model), on=on, **chosen)
+    if as_json:
+        print(json.dumps(plans.to_dict(), indent=2))
+    else:
+        console().print(plans.render())
+
+
+def _named(model: str) -> Any:
+    """Returns the config of a run, if the text names one; otherwise the text."""
+    path = Path(model)
+    is_folder = path.is_dir() and not (path / "config.json").exists()
+    return load_config(model, None) if is_folder or path.suffix in (".yaml", ".yml") else model

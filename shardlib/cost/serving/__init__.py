@@ -1,0 +1,1 @@
+"""Costs of one step of inference, from the dimensions of a decoder."""

@@ -1,0 +1,260 @@
+"""Answers about serving: the report, and the errors where nothing fits."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shardlib.errors import MeshError
+from shardlib.hardware import Cluster
+from shardlib.humanize import count, duration, gib, plural
+from shardlib.plan.answer import beyond_default_share
+from shardlib.plan.objective import next_larger, roomier
+from shardlib.plan.search import capacity_bytes
+from shardlib.plan.serving.question import ServingQuestion, Slo
+from shardlib.plan.serving.search import (
+    CHUNKS,
+    Replica,
+    ServingPlan,
+    best_of,
+    replicas_of,
+)
+from shardlib.plan.serving.served_model import ServedModel
+from shardlib.tables import Report, Table
+
+_SHOWN_SLOTS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingPlans(Report):
+    """The best plans to serve a model, one for each mesh; `str()` gives the report."""
+
+    model: ServedModel
+    question: ServingQuestion
+    plans: tuple[ServingPlan, ...]
+    """Best first."""
+    by_slots: tuple[ServingPlan, ...]
+    """The mesh and chunk of the best plan with other numbers of slots, whether or not they keep the
+    times."""
+
+    @property
+    def best(self) -> ServingPlan:
+        """The best plan."""
+        return self.plans[0]
+
+    @functools.cached_property
+    def notes(self) -> list[str]:
+        """What the prediction assumes, and what the user must set."""
+        cluster = self.question.cluster
+        return [
+            "Predicted steps read keys and values once, at the bandwidth of the memory. The engine "
+            "has no kernel of its own for that yet, and takes longer.",
+            *beyond_default_share([(cluster, plan.memory.total)] for plan in self.plans),
+        ]
+
+    def parts(self) -> Iterable[Any]:
+        """Yields the parts of the report."""
+        question, best, cluster = self.question, self.best, self.question.cluster
+        yield (
+            f"{self.model.name} ({count(self.model.num_params)} parameters, {question.precision}) "
+            f"on {cluster.name}: prompts of {question.prompt:,} tokens, answers of "
+            f"{question.answer:,}"
+        )
+        yield (
+            f"{plural(best.replicas, 'replica')} of mesh={best.mesh}, rules serve: "
+            f"slots={best.slots}, context={question.context}, chunk={best.chunk}\n"
+            f"  first token after {duration(best.first_token_seconds)}, then one each "
+            f"{duration(best.token_seconds)} ({duration(best.slowest_token_seconds)} while a "
+            f"prompt is read); {count(best.tokens_per_second)} tokens/s in all\n"
+            f"  a device holds {gib(best.memory.total)} of {gib(capacity_bytes(cluster))}: weights "
+            f"{gib(best.memory.weights)}, cache {gib(best.memory.cache)}, temporaries "
+            f"{gib(best.memory.temporaries)}, runtime {gib(best.memory.runtime)}\n"
+            f"  a step that decodes is {_largest(best)}"
+        )
+        yield Table(
+            "Meshes of a replica",
+            ("mesh", "replicas>", "slots>", "fit>", "longest>", "chunk>", "first token>",
+             "token>", "reading>", "tokens/s>", "weights>", "cache>"),
+            [_row(plan) for plan in self.plans],
+        )  # fmt: skip
+        yield Table(
+            f"Slots of mesh={best.mesh}, chunk={best.chunk}",
+            ("slots>", "first token>", "token>", "reading>", "tokens/s>", "cache>", "keeps"),
+            [self._slots_row(plan) for plan in self.by_slots],
+            notes=self.notes,
+        )
+
+    def _slots_row(self, plan: ServingPlan) -> tuple[str, ...]:
+        return (
+            str(plan.slots),
+            duration(plan.first_token_seconds),
+            duration(plan.token_seconds),
+            duration(plan.slowest_token_seconds),
+            count(plan.tokens_per_second),
+            gib(plan.memory.cache),
+            "no" if plan.late(self.question) else "yes",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data, in seconds and bytes."""
+        question = self.question
+        return {
+            "model": self.model.name,
+            "parameters": self.model.num_params,
+            "cluster": question.cluster.name,
+            "context": question.context,
+            "prompt": question.prompt,
+            "precision": question.precision,
+            "slo": dataclasses.asdict(question.slo),
+            "capacity": capacity_bytes(question.cluster),
+            "plans": [_facts(plan) for plan in self.plans],
+            "by_slots": [_facts(plan) for plan in self.by_slots],
+            "notes": self.notes,
+        }
+
+
+def _row(plan: ServingPlan) -> tuple[str, ...]:
+    return (
+        plan.mesh,
+        str(plan.replicas),
+        str(plan.slots),
+        str(plan.most_slots),
+        f"{plan.longest_context:,}",
+        str(plan.chunk),
+        duration(plan.first_token_seconds),
+        duration(plan.token_seconds),
+        duration(plan.slowest_token_seconds),
+        count(plan.tokens_per_second),
+        gib(plan.memory.weights),
+        gib(plan.memory.cache),
+    )
+
+
+def _largest(plan: ServingPlan) -> str:
+    """Returns the three largest parts of a step."""
+    parts = sorted(plan.decode.parts.items(), key=lambda part: -part[1])[:3]
+    total = plan.decode.total
+    return ", ".join(f"{seconds / total:.0%} {name}" for name, seconds in parts if seconds > 0)
+
+
+def _facts(plan: ServingPlan) -> dict[str, Any]:
+    return {
+        "mesh": plan.mesh,
+        "replicas": plan.replicas,
+        "slots": plan.slots,
+        "chunk": plan.chunk,
+        "most_slots": plan.most_slots,
+        "longest_context": plan.longest_context,
+        "first_token_seconds": plan.first_token_seconds,
+        "token_seconds": plan.token_seconds,
+        "slowest_token_seconds": plan.slowest_token_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "memory": vars(plan.memory) | {"total": plan.memory.total},
+        "decode": {name: s for name, s in plan.decode.parts.items() if s > 0},
+        "mixed": {name: s for name, s in plan.mixed.parts.items() if s > 0},
+    }
+
+
+def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPlans:
+    """Returns the best plans.
+
+    Raises:
+        MeshError: If the model does not fit the cluster, or no plan keeps the times.
+    """
+    replicas = replicas_of(model, question)
+    if not replicas or all(one.over(1, CHUNKS[0]) > 0 for one in replicas):
+        raise _does_not_fit(model, question, replicas)
+    best = [(one, plan) for one in replicas if (plan := best_of(one.plans(), question))]
+    if not best:
+        raise _too_late(model, question, replicas)
+    best.sort(key=lambda pair: -pair[1].tokens_per_second)
+    chosen, first = best[0]
+    shown = sorted({n for n in (*_SHOWN_SLOTS, first.slots) if n <= first.most_slots})
+    by_slots = tuple(chosen.plan(slots, first.chunk) for slots in shown)
+    return ServingPlans(model, question, tuple(plan for _, plan in best[:top]), by_slots)
+
+
+def _does_not_fit(
+    model: ServedModel, question: ServingQuestion, replicas: list[Replica]
+) -> MeshError:
+    cluster = question.cluster
+    if not replicas:
+        return MeshError(
+            f"the rules serve cannot place {model.name} on {cluster.name}.\n"
+            "  Name a cluster of another number of devices."
+        )
+    least = replicas[-1]
+    held, mesh = least.memory(1, CHUNKS[0]), least.plan(1, CHUNKS[0]).mesh
+    lines = [
+        f"{model.name} does not fit {cluster.name}: its leanest mesh ({mesh}) needs "
+        f"{gib(held.total)} on a device for one sequence of {question.context:,} tokens, and "
+        f"{gib(least.usable_bytes)} can be used: {gib(least.over(1, CHUNKS[0]))} are missing "
+        f"(weights {gib(held.weights)}, cache {gib(held.cache)})."
+    ]
+    longest = least.longest_context(CHUNKS[0])
+    if longest >= 2:
+        lines.append(f"  Shorten the context to {longest:,} tokens.")
+
+    def fits(other: Cluster) -> bool:
+        found = replicas_of(model, dataclasses.replace(question, cluster=other))
+        return any(one.over(1, CHUNKS[0]) <= 0 for one in found)
+
+    lines += [f"  Take {other.name}." for other in _clusters(cluster, fits)]
+    if len(lines) == 1:
+        lines.append("  Choose a smaller model, or chips with more memory.")
+    return MeshError("\n".join(lines))
+
+
+def _clusters(cluster: Cluster, suits: Callable[[Cluster], bool]) -> list[Cluster]:
+    """Returns the next larger cluster that suits, and the first of chips with more memory."""
+    larger = next_larger(cluster)
+    while larger is not None and not suits(larger):
+        larger = next_larger(larger)
+    roomy = next((other for other in roomier(cluster) if suits(other)), None)
+    return [other for other in (larger, roomy) if other is not None]
+
+
+def _too_late(model: ServedModel, question: ServingQuestion, replicas: list[Replica]) -> MeshError:
+    """Returns the error for times that no plan keeps, with what it takes to keep the rest."""
+    plans = [plan for one in replicas for plan in one.plans()]
+    slo, cluster = question.slo, question.cluster
+    lines = [f"no plan of {model.name} on {cluster.name} keeps {_text(slo)}."]
+    ways = (
+        ("ttft", "first_token_seconds", "the soonest first token takes"),
+        ("itl", "slowest_token_seconds", "the shortest time between tokens is"),
+    )
+    for name, key, what in ways:
+        if getattr(slo, name) is None:
+            continue
+        others = dataclasses.replace(slo, **{name: None})
+        asked = dataclasses.replace(question, slo=others)
+        kept = [plan for plan in plans if not plan.late(asked)]
+        best = min(kept or plans, key=lambda plan: getattr(plan, key))
+        rest = f" with {_text(others)}" if kept and others != Slo() else ""
+        lines.append(
+            f"  Allow {name}={_time(getattr(best, key))}: {what} that{rest}, by mesh={best.mesh}, "
+            f"{plural(best.slots, 'slot')}, chunk={best.chunk}."
+        )
+
+    def keeps(other: Cluster) -> bool:
+        asked = dataclasses.replace(question, cluster=other)
+        return any(best_of(one.plans(), asked) for one in replicas_of(model, asked))
+
+    shorter = dataclasses.replace(question, prompt=max(question.prompt // 4, 1))
+    if any(best_of(one.plans(), shorter) for one in replicas_of(model, shorter)):
+        lines.append(f"  Prompts of {shorter.prompt:,} tokens keep it.")
+    lines += [f"  Take {other.name}." for other in _clusters(cluster, keeps)]
+    return MeshError("\n".join(lines))
+
+
+def _text(slo: Slo) -> str:
+    times = dataclasses.asdict(slo).items()
+    return ",".join(f"{name}={_time(seconds)}" for name, seconds in times if seconds is not None)
+
+
+def _time(seconds: float) -> str:
+    """Returns a time as an argument: rounded up to three digits, without a space."""
+    size = 10.0 ** (math.floor(math.log10(seconds)) - 2)
+    seconds = math.ceil(seconds / size - 1e-9) * size
+    return f"{seconds * 1e3:.3g}ms" if seconds < 1 else f"{seconds:.3g}s"

@@ -1,0 +1,265 @@
+"""The best mesh, slots and chunk for serving a model on a cluster.
+
+The devices are replicas, each an engine of its own over `expert` and `tensor`. In the steady state
+every slot decodes, at every length from that of a prompt to that of the context, and each answer
+that ends makes room for a prompt, which is read in chunks by the same steps.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from shardlib.cost import pricing
+from shardlib.cost.costs import RUNTIME_BYTES, StepTime, usable
+from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.measured import check_known, software_on
+from shardlib.cost.machine.rates import rates_on
+from shardlib.cost.serving.step import ServedStep, step_costs
+from shardlib.errors import RuleError
+from shardlib.plan.search import capacity_bytes
+from shardlib.plan.serving.question import ServingQuestion
+from shardlib.plan.serving.served_model import ServedModel
+
+SLOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+"""Tokens of prompts in a step."""
+_ALIKE = 0.98
+"""Share of the most tokens per second that makes plans alike."""
+_TEMPORARY_BYTES = 2**26
+"""Of tables, masks and buffers of collectives; compiled steps of 8B hold 77 MB of temporaries in
+all, with 288 rows and `tensor=8`."""
+_LOGIT_BYTES = 12
+"""Of a row and token: prompts may ask for the log probabilities of all their tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingMemory:
+    """Bytes on a device; they add up to `total`."""
+
+    weights: float
+    cache: float
+    temporaries: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return sum(vars(self).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingPlan:
+    """Replicas of a mesh, each with an engine of some slots and chunk, and its predicted times."""
+
+    layout: Layout
+    """`data` replicas of `expert` x `tensor` devices."""
+    slots: int
+    """Sequences that a replica continues at once."""
+    chunk: int
+    """Tokens of prompts that a step reads at most."""
+    memory: ServingMemory
+    decode: StepTime
+    """Of a step that decodes."""
+    mixed: StepTime
+    """Of a step that reads a chunk too."""
+    prompt: int
+    answer: int
+    most_slots: int
+    """Slots that fit the memory of a replica."""
+    longest_context: int
+    """Tokens of the longest sequence that fits the memory of a replica."""
+
+    @property
+    def mesh(self) -> str:
+        """The mesh of one replica."""
+        degrees = {"expert": self.layout.expert, "tensor": self.layout.tensor}
+        return ",".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "data=1"
+
+    @property
+    def replicas(self) -> int:
+        """Engines, each over a mesh of its own."""
+        return self.layout.data
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Seconds to the first token of a prompt that starts at once, with all slots taken."""
+        return math.ceil(self.prompt / self.chunk) * self.mixed.total
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds between tokens while no prompt is read."""
+        return self.decode.total
+
+    @property
+    def slowest_token_seconds(self) -> float:
+        """Seconds between tokens while a prompt is read."""
+        return self.mixed.total
+
+    @property
+    def reading_share(self) -> float:
+        """Share of the steps that read prompts in the steady state; 1 if prompts take all."""
+        return min(self.slots * self.prompt / (self.answer * self.chunk), 1.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answers per second in the steady state, of all replicas."""
+        share = self.reading_share
+        mean = share * self.mixed.total + (1 - share) * self.decode.total
+        answered = min(self.slots, self.answer * self.chunk / self.prompt)
+        return self.replicas * answered / mean
+
+    def late(self, question: ServingQuestion) -> bool:
+        """Whether it misses a time of the question."""
+        slo = question.slo
+        is_late = slo.ttft is not None and self.first_token_seconds > slo.ttft
+        return is_late or (slo.itl is not None and self.slowest_token_seconds > slo.itl)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """A mesh for a model: what it holds, and what its steps take."""
+
+    model: ServedModel
+    question: ServingQuestion
+    layout: Layout
+    weight_bytes: int
+    page_bytes: int
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of the pages of a sequence on a device."""
+        return math.ceil(self.question.context / self.question.page_size) * self.page_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a device that a program can use."""
+        return usable(capacity_bytes(self.question.cluster))
+
+    def memory(self, slots: int, chunk: int) -> ServingMemory:
+        """Returns the memory of an engine."""
+        dims, tensor = self.model.dims, self.layout.tensor
+        rows = slots + chunk
+        values = rows * (4 * dims.embed + 3 * dims.mlp / tensor)
+        held = self.model.width * values + _LOGIT_BYTES * rows * dims.vocab / tensor
+        return ServingMemory(
+            weights=self.weight_bytes,
+            # One page more, which nothing reads.
+            cache=slots * self.sequence_bytes + self.page_bytes,
+            temporaries=_TEMPORARY_BYTES + held,
+            runtime=RUNTIME_BYTES[self.question.cluster.platform],
+        )
+
+    def over(self, slots: int, chunk: int) -> float:
+        """Returns the bytes by which an engine exceeds the memory of a device; negative if it
+        fits."""
+        return self.memory(slots, chunk).total - self.usable_bytes
+
+    def most_slots(self, chunk: int) -> int:
+        """Returns the slots that fit."""
+        left = -self.over(0, chunk)
+        slots = max(int(left / self.sequence_bytes), 0)
+        while slots and self.over(slots, chunk) > 0:
+            slots -= 1
+        return slots
+
+    def longest_context(self, chunk: int) -> int:
+        """Returns the tokens of the longest sequence that fits, one at a time."""
+        pages = int(max(-self.over(0, chunk), 0) / self.page_bytes)
+        tokens = pages * self.question.page_size
+        longest = self.model.longest
+        return tokens if longest is None else min(tokens, longest)
+
+    @functools.cached_property
+    def machine(self) -> pricing.Machine:
+        """One device with its rates and links. Replicas do not wait for each other."""
+        cluster, constants = self.question.cluster, committed()
+        software = software_on(cluster, SHARDLIB)
+        rates = rates_on(cluster, self.question.precision, constants)
+        rates = dataclasses.replace(rates, jitter=0.0, skew=0.0)
+        links_of = pricing.by_joint_axes(self.layout, cluster, constants, software)
+        return pricing.Machine(self.layout, software, cluster, rates, links_of)
+
+    def step(self, slots: int, chunk: int = 0) -> StepTime:
+        """Returns the time of a step."""
+        question = self.question
+        work = ServedStep(
+            slots=slots,
+            seen=question.prompt + question.answer / 2,
+            chunk=chunk,
+            lane=question.lane,
+            before=question.prompt / 2,
+        )
+        costs = step_costs(self.model.dims, work, self.layout, self.model.width)
+        return pricing.step_time(costs, self.machine)
+
+    def plan(self, slots: int, chunk: int) -> ServingPlan:
+        """Returns the plan of an engine."""
+        return ServingPlan(
+            layout=self.layout,
+            slots=slots,
+            chunk=chunk,
+            memory=self.memory(slots, chunk),
+            decode=self.step(slots),
+            # The last chunk of a prompt is rarely full.
+            mixed=self.step(slots, min(chunk, _up(self.question.prompt, self.question.lane))),
+            prompt=self.question.prompt,
+            answer=self.question.answer,
+            most_slots=self.most_slots(chunk),
+            longest_context=self.longest_context(chunk),
+        )
+
+    def plans(self) -> Iterator[ServingPlan]:
+        """Yields the plans that fit the memory."""
+        for chunk in chunks_for(self.question):
+            most = self.most_slots(chunk)
+            for slots in sorted({n for n in (*SLOTS, most) if 0 < n <= min(most, SLOTS[-1])}):
+                yield self.plan(slots, chunk)
+
+
+def chunks_for(question: ServingQuestion) -> list[int]:
+    """Returns the chunks to try: none but the smallest is longer than a prompt."""
+    return [CHUNKS[0], *(n for n in CHUNKS[1:] if n <= _up(question.prompt, CHUNKS[0]))]
+
+
+def replicas_of(model: ServedModel, question: ServingQuestion) -> list[Replica]:
+    """Returns the meshes of replicas that the rules `serve` allow, leanest last.
+
+    Raises:
+        MeshError: If nothing is known about the devices.
+    """
+    check_known(question.cluster)
+    cluster, found = question.cluster, []
+    devices = cluster.num_devices
+    experts = model.dims.experts
+    for tensor in _divisors(devices):
+        for expert in _divisors(devices // tensor) if experts else (1,):
+            data = devices // (tensor * expert)
+            if data % cluster.num_slices:
+                continue
+            layout = Layout(data=data, expert=expert, tensor=tensor, slices=cluster.num_slices)
+            try:
+                weights = model.weight_bytes(layout)
+                pages = model.page_bytes(layout, question.page_size)
+            except RuleError:
+                continue
+            found.append(Replica(model, question, layout, weights, pages))
+    return sorted(found, key=lambda one: -one.over(1, CHUNKS[0]))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def best_of(plans: Iterator[ServingPlan], question: ServingQuestion) -> ServingPlan | None:
+    """Returns the plan that keeps the times and answers most tokens; None without one. Of plans
+    alike in that, it has the soonest first token."""
+    kept = [plan for plan in plans if not plan.late(question)]
+    most = max((plan.tokens_per_second for plan in kept), default=0.0)
+    alike = (plan for plan in kept if plan.tokens_per_second >= _ALIKE * most)
+    return min(alike, key=lambda plan: plan.first_token_seconds, default=None)

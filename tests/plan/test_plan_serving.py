@@ -1,0 +1,241 @@
+"""Plans to serve a model: bytes as an engine allocates them, FLOPs as a trace counts them."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+import shardlib as sl
+from shardlib.cost.layout import Layout
+from shardlib.cost.serving.step import ServedStep, active_experts, cache_elements, flops
+from shardlib.cost.traced.products import matmul_flops
+from shardlib.engine.abstract import abstract_step
+from shardlib.engine.sizes import engine_sizes
+from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.plan.serving import plan_serving
+from shardlib.plan.serving.question import Slo
+from shardlib.plan.serving.served_model import served_model
+from shardlib.registry import DataSpec
+from shardlib.rules import SERVE
+from shardlib.sharding.constrain import Scope, use
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer import FAMILY
+from shardlib_models.transformer_config import LatentConfig, TransformerConfig
+
+SMALL = {"embed_dim": 64, "num_layers": 2, "num_heads": 4, "mlp_dim": 96, "vocab_size": 96}
+MODELS = {
+    "grouped": {"num_kv_heads": 2},
+    "one head": {"num_kv_heads": 1, "qk_norm": True},
+    "gpt2": {
+        "positions": "learned", "norm": "layer", "mlp": "plain", "qkv_bias": True,
+        "mlp_bias": True, "tied_embeddings": True, "dropout": 0.1,
+    },
+    "windows": {"window": 32, "global_every": 2, "num_kv_heads": 2},
+    "latent": {
+        "latent": LatentConfig(
+            query_rank=24, kv_rank=16, plain_dims=16, rotary_dims=8, value_dim=12
+        )
+    },
+    "experts": {
+        "moe": MoEConfig(
+            num_experts=4, experts_per_token=2, mlp_dim=32, num_shared_experts=1, dense_layers=1
+        ),
+    },
+}  # fmt: skip
+SLOTS, LANES, LANE = 3, 2, 8
+
+
+def config_of(name):
+    return TransformerConfig(**SMALL, max_positions=256, **MODELS[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model, as `hf.load` returns one."""
+
+    model: nnx.Module
+    config: Any
+    scope: Scope
+    tokenizer: Any = None
+    end_tokens: tuple[int, ...] = ()
+    family: Any = FAMILY
+
+
+def held(tree):
+    """Returns the bytes of numbers on one device."""
+    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(x.addressable_shards[0].data.nbytes for x in numbers)
+
+
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_that_an_engine_allocates(name):
+    config = config_of(name)
+    scope = Scope(sl.make_mesh("expert=2,tensor=2", devices=jax.devices()[:4]), SERVE)
+    model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
+    model.eval()
+    with use(scope.mesh, scope.rules):
+        sl.shard(model)
+    engine = sl.Engine(Served(model, config, scope), slots=SLOTS, context=64, page_size=8)
+    served, layout = served_model(config, width=4), Layout(expert=2, tensor=2)
+    assert served.weight_bytes(layout) == held(engine._params)
+    # 8 pages of each sequence, and one that nothing reads.
+    assert served.page_bytes(layout, 8) * (8 * SLOTS + 1) == held(engine._state.pages)
+    assert served.page_bytes(layout, 1) == 4 * cache_elements(
+        dataclasses.replace(served.dims, windowed_layers=0), 1
+    ) // (1 if config.kv_heads == 1 else 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_of_the_traced_step(name):
+    config = config_of(name)
+    scope = Scope(sl.make_mesh("tensor=1", devices=jax.devices()[:1]), SERVE)
+    sizes = engine_sizes(
+        slots=SLOTS, context=64, pages=None, page_size=8, chunk=LANES * LANE, lane=LANE,
+        max_length=256, deterministic=False,
+    )  # fmt: skip
+    step = abstract_step(FAMILY, config, scope, sizes, num_lanes=LANES)
+    arguments = step.params, step.state, step.arrays
+    traced = jax.make_jaxpr(step.programs._step)(*arguments)
+    counted = ServedStep(SLOTS, seen=10, chunk=LANES * LANE, lane=LANE, before=10)
+    assert flops(served_model(config).dims, counted) == of_weights(traced.jaxpr)
+
+
+def of_weights(jaxpr):
+    """Returns the FLOPs of a program outside of its loops of unknown length, which attend, and its
+    branches, which score prompts."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("while", "cond"):
+            continue
+        total += matmul_flops(equation) or 0.0
+        times = equation.params.get("length", 1)
+        for inner in jaxprs_in_params(equation.params):
+            total += times * of_weights(inner)
+    return total
+
+
+def test_a_window_bounds_what_a_row_reads_and_few_rows_choose_few_experts():
+    dims = served_model(config_of("windows")).dims
+    width = 2 * 2 * 16
+    assert cache_elements(dims, 20) == 2 * width * 20
+    assert cache_elements(dims, 100) == width * 32 + width * 100
+    experts = served_model(config_of("experts")).dims
+    assert active_experts(experts, 1) == pytest.approx(2)
+    assert 2 < active_experts(experts, 2) < active_experts(experts, 50) <= 4
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return plan_serving("llama3-8b", on="8xh100", context="8k", slo="ttft=1s,itl=50ms")
+
+
+def test_the_best_plan_keeps_the_times_and_fits(plans):
+    best = plans.best
+    assert best.first_token_seconds <= 1
+    assert best.token_seconds < best.slowest_token_seconds <= 0.05
+    assert best.replicas * math.prod(best.layout.size(axis) for axis in ("tensor", "expert")) == 8
+    assert best.slots <= best.most_slots
+    assert best.memory.total < 76 * 2**30
+    # 16.06 GB of weights, and 128 KiB of keys and values for a position.
+    assert best.memory.weights * best.layout.tensor == pytest.approx(16.06e9, rel=1e-3)
+    cache = best.slots * 8192 * 2**17 / best.layout.tensor
+    assert best.memory.cache == pytest.approx(cache, rel=1e-3)
+    rates = [plan.tokens_per_second for plan in plans.plans]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_step_takes_at_least_the_time_to_read_what_it_reads(plans):
+    for plan in plans.by_slots:
+        seen = plan.prompt + plan.answer / 2
+        read = plan.memory.weights + plan.slots * seen * 2**17 / plan.layout.tensor
+        least = read / 3.35e12
+        assert least < plan.decode.total < 2 * least + 3e-3
+
+
+def test_the_report_tells_mesh_memory_and_times(plans):
+    text, facts = str(plans), plans.to_dict()
+    assert f"mesh={plans.best.mesh}, rules serve: slots={plans.best.slots}" in text
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in text
+    assert facts["slo"] == {"ttft": 1.0, "itl": 0.05}
+    assert json.loads(json.dumps(facts))["plans"][0]["slots"] == plans.best.slots
+
+
+def test_a_model_that_does_not_fit_is_told_what_is_missing():
+    with pytest.raises(MeshError, match=r"leanest mesh \(tensor=8\) .* 2\.\d GiB are missing") as e:
+        plan_serving("llama3-70b", on="v5e-8", context="8k")
+    assert str(e.value).endswith("Take v5e-16.")
+
+
+def test_times_that_nothing_keeps_are_told_with_those_that_it_keeps():
+    with pytest.raises(
+        MeshError, match="no plan of llama3-70b on v5e-16 keeps ttft=1s,itl=50ms"
+    ) as e:
+        plan_serving("llama3-70b", on="v5e-16", context="8k", slo="ttft=1s,itl=50ms")
+    found = str(e.value).split("Allow ttft=")[1].split(":")[0]
+    kept = plan_serving("llama3-70b", on="v5e-16", context="8k", slo=f"ttft={found},itl=50ms")
+    assert kept.best.mesh == "tensor=16"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"slo": "ttft=1"}, ConfigError, "ttft=1s,itl=50ms"),
+        ({"slo": "tpot=1s"}, ConfigError, "'tpot=1s'"),
+        ({"context": "8q"}, ConfigError, "8q"),
+        ({"context": 8, "prompt": 8}, ConfigError, "shorter prompt"),
+        ({"context": "16k"}, ModelError, "at most 8192"),
+        ({"precision": "int8"}, ConfigError, "bf16, f32"),
+        ({"top": 0}, ConfigError, "top is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, words):
+    with pytest.raises(error, match=words):
+        plan_serving("llama3-8b", on="8xh100", **options)
+
+
+def test_models_that_are_not_served_are_named():
+    with pytest.raises(ModelError, match=r"gemma3-27b .* dimensions alone"):
+        plan_serving("gemma3-27b", on="8xh100")
+    with pytest.raises(ModelError, match=r"t5-small is not a decoder"):
+        plan_serving("t5-small", on="8xh100")
+    with pytest.raises(ModelError, match=r"llama3-9b"):
+        plan_serving("llama3-9b", on="8xh100")
+
+
+def test_slo_reads_times():
+    assert Slo.parse("ttft=1.5s, itl=50ms") == Slo(1.5, 0.05)
+    assert Slo.parse(None) == Slo()
+
+
+def test_the_command_plans_a_folder_and_a_run(shardlib, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "intermediate_size": 96, "vocab_size": 96, "max_position_embeddings": 128,
+                "rms_norm_eps": 1e-5,
+            }
+        )
+    )  # fmt: skip
+    for model in (folder, "configs/quickstart.yaml"):
+        code, out, _ = shardlib(
+            "plan", "--serve", model, "--on", "v5e-4", "--context", 64, "--json"
+        )
+        assert code == 0
+        assert json.loads(out)["plans"][0]["replicas"] == 4
+    code, _, err = shardlib("plan", "configs/quickstart.yaml", "--serve", folder, "--on", "v5e-4")
+    assert code == 2
+    assert "CONFIG" in err
+    code, _, err = shardlib("plan", "configs/quickstart.yaml", "--on", "v5e-4", "--slo", "itl=1s")
+    assert code == 2
+    assert "--serve" in err
