@@ -38,6 +38,10 @@ def serve(
     ] = 256,
     queue: Annotated[int, typer.Option(min=0, help="Prompts that wait for a slot at most.")] = 256,
     connections: Annotated[int, typer.Option(min=1, help="Requests that are open at most.")] = 1024,
+    files: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Keep files and answer batches; default: neither."),
+    ] = None,
     body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a body at most.")] = 2**24,
     deterministic: Annotated[
         bool,
@@ -49,15 +53,18 @@ def serve(
     ] = None,
 ) -> None:
     """Answer the OpenAI API over HTTP; SIGTERM answers what is open, then ends."""
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require(module, "serve", "an HTTP server")
     from shardlib.serve.app import ServerLimits, Service
+    from shardlib.serve.batch_jobs import BatchJobs
     from shardlib.serve.engine_thread import EngineThread
+    from shardlib.serve.file_store import FileStore
     from shardlib.serve.gate import read_keys
     from shardlib.serve.open_model import open_model
     from shardlib.serve.server import listen, run
 
     keys = read_keys(api_keys)
+    store = FileStore(files) if files is not None else None
     bound = listen(host, port)
     directory, step = one_step(model, None)
     engine, speaker = open_model(
@@ -83,6 +90,6 @@ def serve(
         )
 
     thread = EngineThread(engine, most_waiting=queue)
-    raise typer.Exit(
-        run(Service(thread, speaker, ServerLimits(connections, body_bytes), keys), bound, started)
-    )
+    jobs = BatchJobs(store, thread, speaker) if store is not None else None
+    service = Service(thread, speaker, ServerLimits(connections, body_bytes), keys, jobs)
+    raise typer.Exit(run(service, bound, started))

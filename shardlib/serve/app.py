@@ -5,7 +5,6 @@ Source: the OpenAI API reference.
 
 import asyncio
 import dataclasses
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,10 +19,12 @@ from starlette.responses import Response
 
 from shardlib.engine import Sampling
 from shardlib.errors import ShardlibError
+from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import CHAT, COMPLETIONS, Asked, Speaker, Url, parse
 from shardlib.serve.clients import ClientGoneError, EventStream, unless_gone
 from shardlib.serve.engine_thread import EngineThread, OpenAnswer
-from shardlib.serve.gate import Gate, read_body
+from shardlib.serve.file_routes import add_file_routes
+from shardlib.serve.gate import Gate, read_json
 from shardlib.serve.http_errors import ApiError, JsonResponse, error_response
 from shardlib.serve.metrics import ServerMetrics
 from shardlib.serve.openapi import described
@@ -45,6 +46,8 @@ class ServerLimits:
     """Requests that are open at once."""
     most_body_bytes: int = 16 * 2**20
     """Bytes of a body."""
+    most_file_bytes: int = 512 * 2**20
+    """Bytes of a file. Source: the OpenAI API reference, "Files"."""
 
 
 @dataclasses.dataclass
@@ -56,17 +59,37 @@ class Service:
         speaker: Its model.
         limits: What it takes.
         keys: API keys; none for a server that anyone may ask.
+        jobs: The batches of a server that keeps files.
     """
 
     thread: EngineThread
     speaker: Speaker
     limits: ServerLimits = dataclasses.field(default_factory=ServerLimits)
     keys: tuple[str, ...] = ()
+    jobs: BatchJobs | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = self.thread.observer = ServerMetrics(self.thread)
         self.gate = Gate(_build(self), self.keys, self.limits.most_requests, self.metrics.responded)
+
+    def start(self) -> None:
+        """Starts the engine and the batches."""
+        self.thread.start()
+        if self.jobs is not None:
+            self.jobs.start()
+
+    def drain(self) -> None:
+        """Refuses new requests, and ends the batches until the next start."""
+        self.gate.is_draining = True
+        if self.jobs is not None:
+            self.jobs.stop(0.0)
+
+    def stop(self) -> None:
+        """Ends the batches and the engine."""
+        if self.jobs is not None:
+            self.jobs.stop()
+        self.thread.stop()
 
     @property
     def is_ready(self) -> bool:
@@ -123,26 +146,6 @@ async def _streamed(answer: OpenAnswer, chunks: Chunks) -> AsyncIterator[dict[st
         yield chunk
 
 
-async def read_json(request: Request, most_bytes: int) -> Any:
-    """Returns the JSON value that a request carries.
-
-    Raises:
-        ApiError: If it is too long (413), of another type (415) or malformed (400).
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, f"the body is {kind or 'of no type'}.\n  Send application/json.")
-    data = await read_body(request, most_bytes)
-    try:
-        return json.loads(data, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}.\n  Repair it.") from None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
 def _build(service: Service) -> FastAPI:
     """Returns the routes of a service."""
     app = FastAPI(title="shardlib", docs_url=None, redoc_url=None)
@@ -189,6 +192,7 @@ def _build(service: Service) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         return await service.answered(request, CHAT)
 
+    add_file_routes(app, service.jobs, service.limits.most_file_bytes)
     return app
 
 

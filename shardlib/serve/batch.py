@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from shardlib.engine import Completion, Engine, Request
+from shardlib.engine import Completion, EngineStats, Request, Sampling
+from shardlib.engine.arguments import Prompt
 from shardlib.errors import DataError, ModelError, ShardlibError, require
 from shardlib.serve.bodies import Asked, BodyError, Speaker, parse
 from shardlib.serve.responses import response
@@ -37,6 +38,8 @@ class BatchCard:
     """Tokens of prompts that were found in the cache."""
     answer_tokens: int
     seconds: float
+    failed: int = 0
+    """Rows of the input whose response is an error, whichever call has answered them."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -44,10 +47,39 @@ class BatchCard:
         return self.answer_tokens / max(self.seconds, 1e-9)
 
 
+class BatchEngine(Protocol):
+    """What a batch asks of an engine."""
+
+    def submit(self, prompt: Prompt, sampling: Sampling) -> Request:
+        """Queues a prompt."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """Ends an answer as it is."""
+
+    def step(self) -> bool:
+        """Runs a step, or waits for one."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Returns what the engine holds."""
+        ...
+
+
+def check_urls(source: str | Path, url: str) -> None:
+    """Raises `DataError` if a row of a file has another URL."""
+    for row in _rows(Path(source)):
+        if row["url"] != url:
+            raise DataError(
+                f"the row {row['custom_id']!r} has the url {row['url']!r}, and the batch {url!r}.\n"
+                "  Send a batch for each."
+            )
+
+
 def answer_batch(
     source: str | Path,
     out: str | Path,
-    engine: Engine,
+    engine: BatchEngine,
     speaker: Speaker,
     *,
     progress: Callable[[int, int], None] | None = None,
@@ -72,7 +104,7 @@ def answer_batch(
     """
     source, out = Path(source), Path(out)
     ids = _checked_ids(source)
-    done = _responses(out, ids)
+    done, failed = _responses(out, ids)
     start, counts = time.monotonic(), collections.Counter[str]()
     with _opened(out) as file:
         work = _Work(engine, speaker, file, counts)
@@ -91,6 +123,7 @@ def answer_batch(
         counts["cached"],
         counts["answer"],
         time.monotonic() - start,
+        failed + counts["refused"],
     )
 
 
@@ -98,7 +131,7 @@ def answer_batch(
 class _Work:
     """Rows that the engine works on."""
 
-    engine: Engine
+    engine: BatchEngine
     speaker: Speaker
     file: FileIO
     counts: collections.Counter[str]
@@ -260,20 +293,22 @@ def _checked_ids(source: Path) -> set[str]:
     return set(counts)
 
 
-def _responses(out: Path, ids: set[str]) -> set[str]:
-    """Returns the ids that have a response, and cuts off a line that is not whole.
+def _responses(out: Path, ids: set[str]) -> tuple[set[str], int]:
+    """Returns the ids that have a response and the number of errors, and cuts off a line that is
+    not whole.
 
     Raises:
         DataError: If the file has lines that do not respond to these rows.
     """
     if not out.exists():
-        return set()
+        return set(), 0
     if not out.is_file():
         raise DataError(f"{out} is not a file.\n  Name a file for the responses.")
     data = out.read_bytes()
     end = data.rfind(b"\n") + 1
     try:
-        found = [json.loads(line)["custom_id"] for line in data[:end].splitlines()]
+        rows = [json.loads(line) for line in data[:end].splitlines()]
+        found = [row["custom_id"] for row in rows]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{out} has lines that are not responses.\n  Name another file.") from None
     if foreign := [name for name in found if name not in ids]:
@@ -283,4 +318,4 @@ def _responses(out: Path, ids: set[str]) -> set[str]:
         )
     if end < len(data):
         os.truncate(out, end)
-    return set(found)
+    return set(found), sum(row["response"]["status_code"] != 200 for row in rows)

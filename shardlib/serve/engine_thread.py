@@ -259,8 +259,8 @@ class EngineThread:
             while not self._stopping:
                 while self._calls:
                     self._calls.popleft()()
-                if not self._engine.busy:
                     self.stats = self._engine.stats()
+                if not self._engine.busy:
                     self._wake.wait(_IDLE_SECONDS)
                     self._wake.clear()
                     continue

@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -121,18 +123,39 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     pieces, size = [], 0
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most_bytes:
-        raise _too_large(most_bytes)
+        raise too_large(most_bytes)
     async for piece in request.stream():
         size += len(piece)
         if size > most_bytes:
-            raise _too_large(most_bytes)
+            raise too_large(most_bytes)
         pieces.append(piece)
     return b"".join(pieces)
 
 
-def _too_large(most_bytes: int) -> ApiError:
+def too_large(most_bytes: int) -> ApiError:
+    """Returns the error of a body with more than `most_bytes`."""
     return ApiError(
         413,
         f"the body has more than {most_bytes:,} bytes.\n  Send a shorter prompt, or fewer.",
         "body_too_large",
     )
+
+
+async def read_json(request: Request, most_bytes: int) -> Any:
+    """Returns the JSON value that a request carries.
+
+    Raises:
+        ApiError: If it is too long (413), of another type (415) or malformed (400).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body is {kind or 'of no type'}.\n  Send application/json.")
+    data = await read_body(request, most_bytes)
+    try:
+        return json.loads(data, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}.\n  Repair it.") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

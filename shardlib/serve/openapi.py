@@ -36,7 +36,7 @@ _NARROWER: dict[str, dict[str, Any]] = {
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
 }
 """Fields whose values are narrower than their type."""
-STATUSES = {
+_STATUSES = {
     400: "The body is malformed, or cannot be answered.",
     401: "The API key is missing or wrong.",
     404: "There is no such model or file.",
@@ -46,6 +46,12 @@ STATUSES = {
     500: "The engine has failed.",
     503: "The server is about to end.",
 }
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text} for status, text in _STATUSES.items()
+}
+"""Responses that any route may give."""
 
 
 def described(url: Url, model: str) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def described(url: Url, model: str) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {
         "openapi_extra": {"requestBody": body},
-        "responses": {status: {"description": text} for status, text in STATUSES.items()},
+        "responses": RESPONSES,
     }
 
 

@@ -28,7 +28,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signals.append(sig)
-        self.service.gate.is_draining = True
+        self.service.drain()
         if len(self.signals) > 1:
             self.should_exit = self.force_exit = True
 
@@ -80,13 +80,13 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
     server = _Server(config, service)
-    service.thread.start()
+    service.start()
     host, port = bound.getsockname()[:2]
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     try:
         with contextlib.closing(bound):
             server.run([bound])
     finally:
-        service.thread.stop()
+        service.stop()
     is_forced = len(server.signals) > 1
     return 128 + signal.Signals(server.signals[-1]).value if is_forced else 0

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -290,3 +293,40 @@ def test_chats_and_the_folders_own_end(folder, tasks, tmp_path):
     assert harness.tok_encode(prompt) == tokenizer.encode(prompt, add_special_tokens=False)
     found = run_tasks(model, find_tasks(["own_texts"], include_path=str(tasks)), chat=True)
     assert "exact_match" in found["own_texts"].metrics
+
+
+@pytest.mark.soak
+def test_a_server_gives_the_scores_of_the_harness(folder, tasks, tmp_path, monkeypatch):
+    """`local-completions` of lm-eval asks `shardlib serve` by tokens, with `echo`."""
+    # It cuts long texts in another way.
+    folder = shutil.copytree(folder, tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    words = ["serve", str(folder), "--port", "0", "--mesh", "fsdp=1"]
+    command = [sys.executable, "-m", "shardlib", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = iter(server.stderr.readline, "")
+            address = next(found[0] for x in lines if (found := re.search(r"http://\S+:\d+", x)))
+            client = LocalCompletionsAPI(
+                base_url=f"{address}/v1/completions",
+                model="small",
+                tokenizer=str(folder),
+                tokenizer_backend="huggingface",
+                max_length=128,
+                add_bos_token=True,
+                num_concurrent=4,
+            )
+            answers, results = evaluated(client, tasks)
+        finally:
+            server.kill()
+    with jax.default_matmul_precision("highest"):
+        own = evaluated(harness_model(text_model(str(folder), mesh="fsdp=8")), tasks)
+    assert answers["own_texts"] == own[0]["own_texts"]
+    for task in NAMES:
+        ours = {name: x for name, x in own[1][task].items() if isinstance(x, float)}
+        assert {name: results[task][name] for name in ours} == pytest.approx(ours, rel=1e-5)

@@ -12,8 +12,10 @@ from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine
 from shardlib.registry import DataSpec
 from shardlib.serve.app import Service
+from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import Speaker
 from shardlib.serve.engine_thread import EngineThread
+from shardlib.serve.file_store import FileStore
 from shardlib_models.transformer import FAMILY
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -47,14 +49,15 @@ def new_engine(**options):
 
 
 @contextlib.contextmanager
-def serving(engine=None, *, queue=8, **options):
+def serving(engine=None, *, queue=8, files=None, **options):
     """Yields a service and the address of its server, whose model may be slow to compile."""
     thread = EngineThread(engine or new_engine(), most_waiting=queue)
-    service = Service(thread, SPEAKER, **options)
+    jobs = None if files is None else BatchJobs(FileStore(files), thread, SPEAKER)
+    service = Service(thread, SPEAKER, jobs=jobs, **options)
     config = uvicorn.Config(service.gate, port=0, lifespan="off", log_level="error", ws="none")
     server = uvicorn.Server(config)
     runner = threading.Thread(target=server.run)
-    thread.start()
+    service.start()
     runner.start()
     try:
         wait_until(lambda: server.started and thread.is_ready)
@@ -62,7 +65,7 @@ def serving(engine=None, *, queue=8, **options):
         yield service, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = server.force_exit = True
-        thread.stop()
+        service.stop()
         runner.join(20)
 
 

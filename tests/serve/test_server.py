@@ -135,6 +135,7 @@ def test_bodies_that_cannot_be_answered(http):
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert http.get("/v1/other").json()["error"]["type"] == "not_found_error"
+    assert "--files FOLDER" in http.get("/v1/files").json()["error"]["message"]
     assert http.get("/v1/completions").status_code == 405
 
 

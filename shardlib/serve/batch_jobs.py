@@ -1,0 +1,224 @@
+"""Batches that a server answers when it has time, one after the other.
+
+Source: the OpenAI API reference, "Batch".
+"""
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+from shardlib.engine import EngineStats, Request, Sampling
+from shardlib.engine.arguments import Prompt
+from shardlib.errors import ShardlibError
+from shardlib.serve.batch import answer_batch, check_urls
+from shardlib.serve.bodies import Speaker
+from shardlib.serve.engine_thread import EngineStoppedError, EngineThread
+from shardlib.serve.file_store import FileStore
+
+_LOG = logging.getLogger(__name__)
+_LATER = 1
+"""The priority of their prompts, after those of clients that wait."""
+_STEP_SECONDS = 0.05
+"""Longest wait for a step of the engine."""
+_REPORT_SECONDS = 0.5
+
+
+class _BatchStoppedError(Exception):
+    """The batch is cancelled, or the server is about to end."""
+
+
+class BatchJobs:
+    """The thread that answers batches. After a restart it goes on with those that are unfinished.
+
+    Args:
+        store: Files and batches.
+        thread: The thread of the engine.
+        speaker: The model.
+    """
+
+    def __init__(self, store: FileStore, thread: EngineThread, speaker: Speaker):
+        self.store, self._engine, self._speaker = store, thread, speaker
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._cancelled: set[str] = set()
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        for batch in self.store.unfinished():
+            if batch["status"] == "cancelling":
+                self._cancelled.add(batch["id"])
+            self._queue.put(batch["id"])
+        self._thread.start()
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """Ends the thread; the batch that runs goes on after the next start."""
+        self._stopping.set()
+        self._queue.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def add(self, file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
+        """Queues a batch, and returns it.
+
+        Args:
+            file: The id of its requests.
+            endpoint: The URL of all of them.
+            window: The time that the client gives, which is not used.
+            metadata: What the client wants to keep with it.
+        """
+        batch = {
+            "id": self.store.new_id("batch"),
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file,
+            "completion_window": window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": int(time.time()),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": metadata,
+        }
+        self.store.put(batch)
+        self._queue.put(batch["id"])
+        return batch
+
+    def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Cancels a batch, unless it is complete; returns it."""
+        with self._lock:
+            found = self.store.get(batch["id"], "batch") or batch
+            if found["status"] in ("validating", "in_progress"):
+                self._cancelled.add(found["id"])
+                found = self.store.put(
+                    found | {"status": "cancelling", "cancelling_at": int(time.time())}
+                )
+            return found
+
+    def _run(self) -> None:
+        while (identity := self._queue.get()) is not None and not self._stopping.is_set():
+            try:
+                self._answer(identity)
+            except _BatchStoppedError:
+                return
+            except EngineStoppedError:
+                _LOG.error("%s stopped with the engine; the next start goes on with it.", identity)
+                return
+            except Exception as error:
+                _LOG.exception("%s has failed.", identity)
+                self._end(identity, "failed", error)
+
+    def _answer(self, identity: str) -> None:
+        batch = self.store.get(identity, "batch")
+        if batch is None:
+            return
+        source = self.store.content(batch["input_file_id"])
+        out = self._output(identity)
+        engine = _SharedEngine(self._engine, lambda: self._check(identity))
+        self._update(identity, status="in_progress", in_progress_at=int(time.time()))
+        reporter = _CountReporter(lambda done, total: self._counted(identity, done, total))
+        try:
+            self._check(identity)
+            check_urls(source, batch["endpoint"])
+            card = answer_batch(
+                source, self.store.content(out), engine, self._speaker, progress=reporter
+            )
+        except _BatchStoppedError:
+            if self._stopping.is_set():
+                raise
+            self._end(identity, "cancelled")
+            return
+        except EngineStoppedError:
+            raise
+        except ShardlibError as error:
+            self._end(identity, "failed", error)
+            return
+        counts = {"total": card.rows, "completed": card.rows - card.failed, "failed": card.failed}
+        self._end(identity, "completed", counts=counts)
+
+    def _output(self, identity: str) -> str:
+        """Returns the id of the file of responses, the same after a restart."""
+        return identity.replace("batch-", "file-")
+
+    def _check(self, identity: str) -> None:
+        if self._stopping.is_set() or identity in self._cancelled:
+            raise _BatchStoppedError
+
+    def _counted(self, identity: str, done: int, total: int) -> None:
+        self._check(identity)
+        self._update(identity, request_counts={"total": total, "completed": done, "failed": 0})
+
+    def _update(self, identity: str, **fields: Any) -> None:
+        with self._lock:
+            batch = self.store.get(identity, "batch")
+            if batch is not None and batch["status"] != "cancelling":
+                self.store.put(batch | fields)
+
+    def _end(
+        self,
+        identity: str,
+        status: str,
+        error: Exception | None = None,
+        counts: dict[str, int] | None = None,
+    ) -> None:
+        """Writes how a batch has ended; responses that it has are a file."""
+        with self._lock:
+            batch = self.store.get(identity, "batch")
+            if batch is None:
+                return
+            out = self._output(identity)
+            fields: dict[str, Any] = {"status": status, f"{status}_at": int(time.time())}
+            if self.store.content(out).is_file():
+                self.store.add_file(f"{identity}_output.jsonl", "batch_output", out)
+                fields["output_file_id"] = out
+            if error is not None:
+                said = {"code": "invalid_request", "message": str(error), "line": None}
+                fields["errors"] = {"object": "list", "data": [said]}
+            if counts is not None:
+                fields["request_counts"] = counts
+            self.store.put(batch | fields)
+            self._cancelled.discard(identity)
+
+
+class _CountReporter:
+    """Reports progress now and then."""
+
+    def __init__(self, report: Any):
+        self._report, self._next = report, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _REPORT_SECONDS
+            self._report(done, total)
+
+
+class _SharedEngine:
+    """The engine, which its own thread runs, as a batch uses one."""
+
+    def __init__(self, thread: EngineThread, check: Any):
+        self._thread, self._check = thread, check
+
+    def submit(self, prompt: Prompt, sampling: Sampling) -> Request:
+        ids = self._thread.encode(prompt)
+        call = self._thread.call(lambda engine: engine.submit(ids, sampling, priority=_LATER))
+        return call.result()
+
+    def cancel(self, request: Request) -> None:
+        try:
+            self._thread.call(lambda engine: engine.cancel(request)).result()
+        except EngineStoppedError:
+            return
+
+    def step(self) -> bool:
+        self._check()
+        with self._thread.stepped:
+            self._thread.stepped.wait(_STEP_SECONDS)
+        if not self._thread.is_alive:
+            raise EngineStoppedError("the engine has stopped.\n  Start the server again.")
+        return True
+
+    def stats(self) -> EngineStats:
+        return self._thread.stats

@@ -1,0 +1,98 @@
+"""Files that clients upload, and batches, in one folder.
+
+Source: the OpenAI API reference, "Files" and "Batch".
+"""
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import ConfigError
+
+_ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+
+
+class FileStore:
+    """Objects of the API as JSON files, and the content of files next to them.
+
+    Each object is replaced as a whole, so that a kill leaves the old or the new one.
+
+    Args:
+        folder: Where they lie; made if it is absent.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot hold files: {error.strerror}.\n  Give another folder."
+            ) from None
+
+    def new_id(self, kind: str) -> str:
+        """Returns an id of a new file or batch."""
+        return f"{kind}-{uuid.uuid4().hex}"
+
+    def content(self, identity: str) -> Path:
+        """Returns where the content of a file lies."""
+        return self.folder / f"{identity}.content"
+
+    def put(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Writes an object by its `id`, and returns it."""
+        path = self.folder / f"{value['id']}.json"
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        return value
+
+    def get(self, identity: str, kind: str) -> dict[str, Any] | None:
+        """Returns an object; None if there is no such file or batch."""
+        if not _ID.fullmatch(identity) or not identity.startswith(f"{kind}-"):
+            return None
+        try:
+            return json.loads((self.folder / f"{identity}.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        """Returns all files or batches, the newest first."""
+        found = (self.get(path.stem, kind) for path in self.folder.glob(f"{kind}-*.json"))
+        return sorted(filter(None, found), key=lambda one: (-one["created_at"], one["id"]))
+
+    def delete(self, identity: str) -> None:
+        """Removes a file."""
+        for path in (self.folder / f"{identity}.json", self.content(identity)):
+            path.unlink(missing_ok=True)
+
+    def add_file(self, name: str, purpose: str, identity: str | None = None) -> dict[str, Any]:
+        """Writes the object of a file whose content is written, and returns it."""
+        identity = identity or self.new_id("file")
+        return self.put(
+            {
+                "id": identity,
+                "object": "file",
+                "bytes": self.content(identity).stat().st_size,
+                "created_at": int(time.time()),
+                "filename": name,
+                "purpose": purpose,
+                "status": "processed",
+            }
+        )
+
+    def unfinished(self) -> Iterator[dict[str, Any]]:
+        """Yields the batches that are not complete, the oldest first."""
+        for batch in reversed(self.all("batch")):
+            if batch["status"] in ("validating", "in_progress", "cancelling"):
+                yield batch
