@@ -197,8 +197,9 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
     for mesh in flags.meshes or AT_SCALE[cluster.num_devices]:
         axes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
         why = IDLE if "stage" in axes else {}
-        for asked in map(int, flags.microbatches.split(",")):
-            microbatches = max(asked, 2 * axes["stage"]) if "stage" in axes else asked
+        asked = map(int, flags.microbatches.split(","))
+        least = 2 * axes["stage"] if "stage" in axes else 1
+        for microbatches in dict.fromkeys(max(number, least) for number in asked):
             groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))
             batch = dataclasses.replace(sizes, batch=groups * microbatches)
             for rules in ("standard", "sequence") if "tensor" in axes else ("standard",):
