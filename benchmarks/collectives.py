@@ -22,7 +22,7 @@ would be, and a sum of all-reduces as one: XLA for CPU makes neither of the two,
 is what tells whether the strategy is right. Where a ratio is not 1, the last columns tell which
 axes differ and why. `small` are collectives of single numbers and of statistics of positions, which
 no form counts: how many, and MB. A stage of a pipeline skips its idle turns on TPUs and GPUs: what
-it sends within a turn counts once for each microbatch.
+it sends within a turn counts once for each microbatch. So does what it sends to the next stage.
 
 The last line is JSON: the rows, and by platform the largest ratio of what counts there.
 """
@@ -69,7 +69,6 @@ PADDED = {"cpu": "exchanges are padded to the most that two devices can send eac
 TILES = {
     "tpu": "reduce-scatters of the MLP are padded to whole tiles, and their results moved back"
 }
-IDLE = {"all": "stages send in every turn, also in the 2 (stages - 1) that fill and drain them"}
 SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
 ROWS = {
@@ -86,13 +85,13 @@ ROWS = {
     "context_ulysses": Row("context=8", shared="ulysses"),
     "expert": Row("expert=8", changes=EXPERTS, experts={"dispatch": "capacity"}),
     "expert_dropless": Row("expert=8", changes=EXPERTS, why=PADDED),
-    "stage": Row("stage=8", microbatches=128, changes={"layers": 8, "batch": 128}, why=IDLE),
+    "stage": Row("stage=8", microbatches=128, changes={"layers": 8, "batch": 128}),
     "stage_data": Row(
         "stage=4,data=2",
         microbatches=32,
         reduction="f32",
         changes={"batch": 64},
-        why={"all": f"{IDLE['all']}; embedding and head are summed over stages, then over data"},
+        why={"all": "embedding and head are summed over stages, then over data"},
     ),
     "fsdp_tensor": Row("fsdp=2,tensor=4", "sequence"),
     "data_fsdp_tensor": Row(
@@ -196,7 +195,6 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
     attention = "blockwise" if cluster.platform == "gpu" else "auto"
     for mesh in flags.meshes or AT_SCALE[cluster.num_devices]:
         axes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
-        why = IDLE if "stage" in axes else {}
         asked = map(int, flags.microbatches.split(","))
         least = 2 * axes["stage"] if "stage" in axes else 1
         for microbatches in dict.fromkeys(max(number, least) for number in asked):
@@ -210,7 +208,6 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
                     reduction="f32" if "data" in axes and microbatches > 1 else None,
                     remat="full",
                     attention=attention,
-                    why=why,
                 )
                 yield f"{flags.model}_x{microbatches}", row, batch
 
@@ -251,7 +248,12 @@ def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> d
 
 
 def executed(collective: Any, row: Row, mesh: dict[str, int], platform: str) -> Any:
-    """Returns a collective with its executions on a stage, which skips its idle turns."""
+    """Returns a collective with its executions on a stage, which skips its idle turns and sends to
+    the next stage in its own turns only."""
+    if collective.senders and "stage" in (collective.mesh_axes or ()):
+        senders = math.prod(mesh.values()) * (mesh["stage"] - 1) // mesh["stage"]
+        count = collective.count * collective.senders / senders
+        return dataclasses.replace(collective, count=count)
     turns = row.microbatches + 2 * (mesh.get("stage", 1) - 1)
     within = collective.in_loop and "stage" not in (collective.mesh_axes or ())
     if platform == "cpu" or turns == row.microbatches or not within:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import MeshError, RuleError
-from shardlib.sharding.manual import axis_size, gather_parts, manual, sum_to_parts
+from shardlib.sharding.manual import axis_size, gather_parts, manual, sum_to_parts, summed_columns
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -57,12 +57,11 @@ def test_a_sum_in_two_hops_gives_each_device_its_part(n):
         np.testing.assert_array_equal(jax.jit(whole)(rows), rows)
 
 
-def test_a_sum_in_two_hops_of_rows_of_a_prime_number_of_registers(monkeypatch):
-    monkeypatch.setattr("shardlib.sharding.manual._MANY_CHIPS", 8)
-    x = np.arange(8 * 167 * 128, dtype=np.float32).reshape(8, -1)
-    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.STANDARD):
-        summed = jax.jit(manual(lambda x: sum_to_parts(x, "fsdp", 0), ("fsdp",), P(), P("fsdp")))
-        np.testing.assert_array_equal(summed(x), 8 * x)
+def test_columns_whose_registers_have_a_large_prime_are_summed_in_two_arrays():
+    for size in (32768, 128000, 4097, 128):
+        assert summed_columns(size) == [slice(None)]
+    for size, most in ((128256, 128000), (151936, 151552), (167 * 1024, 166 * 1024)):
+        assert summed_columns(size) == [slice(most), slice(most, size)]
 
 
 def test_constrain_keeps_the_compilers_axes_inside_of_a_region():

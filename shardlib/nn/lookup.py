@@ -21,7 +21,7 @@ from shardlib.mesh import spec_axes
 from shardlib.nn.project import slice_axis_of
 from shardlib.rules.resolve import Kind
 from shardlib.sharding.constrain import active, constrain, is_plain, manual_axes
-from shardlib.sharding.manual import can_nest, gather_parts, manual, sum_to_parts
+from shardlib.sharding.manual import can_nest, gather_parts, manual, sum_to_parts, summed_columns
 
 Axes = tuple[str, ...]
 
@@ -274,7 +274,8 @@ def _of_slice_backward(
         table = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
         table = table.at[jnp.clip(ids, -num_rows, num_rows - 1)].add(gradient)
         # The cut dim comes first; see `project`.
-        return sum_to_parts(table.T, axis, 0).T
+        pieces = [sum_to_parts(table[rows].T, axis, 0) for rows in summed_columns(num_rows)]
+        return jnp.concatenate(pieces, axis=-1).T
 
     region = manual(on_device, (axis,), (P(axis), P(axis)), P(None, axis))
     return region(ids, gradient), None

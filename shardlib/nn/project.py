@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardlib.hardware.clusters import slice_of
 from shardlib.mesh import entry_axes, spec_axes
 from shardlib.sharding.constrain import Scope, active, platform
-from shardlib.sharding.manual import gather_parts, manual, sum_to_parts
+from shardlib.sharding.manual import gather_parts, manual, sum_to_parts, summed_columns
 
 LEAST_CHIPS = 16
 """Chips of a slice over all of which XLA for TPUs (libtpu 0.0.42) makes an all-reduce of each sum,
@@ -63,7 +63,7 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
     if scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
         return _product(x, kernel, num_inputs)
     slice_axis = slice_axis_of(scope, x.shape[0])
-    if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None:
+    if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None and platform() != "gpu":
         return _product(x, kernel, num_inputs)
     stored = scope.sharding(axes, kernel.shape, "params")
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
@@ -170,9 +170,12 @@ def _of_slice(
     at, rank = dim - num_inputs if swap else dim, len(spec)
 
     def on_device(first: jax.Array, second: jax.Array) -> jax.Array:
-        return sum_to_parts(
-            jax.lax.dot_general(first, second, ((batch, batch), ((), ()))), axis, at
-        )
+        def sums(columns: jax.Array) -> jax.Array:
+            products = jax.lax.dot_general(first, columns, ((batch, batch), ((), ())))
+            return sum_to_parts(products, axis, at)
+
+        pieces = [sums(second[..., piece]) for piece in summed_columns(second.shape[-1])]
+        return jnp.concatenate(pieces, axis=-1)
 
     rows, parts = PartitionSpec(axis), PartitionSpec(*[None] * at, axis)
     found = manual(on_device, (axis,), (rows, rows), parts)(first, second)

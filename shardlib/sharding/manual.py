@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import MeshError
@@ -19,8 +18,8 @@ from shardlib.sharding.constrain import active, manual_axes
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LANES = 128  # of a register of a TPU
+_COLUMNS = 8 * _LANES
 _MOST_FACTOR = 131
-_MANY_CHIPS = 32
 # A failed check in XLA's sharding export, seen with jaxlib 0.12 and not with 0.10.
 NESTS_IN_MESH_ORDER_ONLY = jax.__version_info__ >= (0, 11)
 
@@ -80,20 +79,31 @@ def sum_to_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
     send (n - 1) / n of `x` together, as one hop would. Of one hop over all chips of a slice XLA for
     TPUs (libtpu 0.0.42) makes an all-reduce, which sends twice as much.
     """
-    ids, size = _two_hops(axis), x.shape[-1]
-    padded = dim < x.ndim - 1 and ids.size >= _MANY_CHIPS and _has_large_factor(size)
-    if padded:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % (16 * _LANES))])
+    ids = _two_hops(axis)
     for groups in (ids.T, ids):
         x = jax.lax.psum_scatter(
             x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups.tolist()
         )
-    return x[..., :size] if padded else x
+    return x
+
+
+def summed_columns(size: int) -> list[slice]:
+    """Returns the columns of each array that `sum_to_parts` should get in place of one with `size`
+    columns, of which the first dim is cut.
+
+    It is one array, unless a prime above 131 divides the registers of a row: of sums of such rows
+    libtpu 0.0.42 makes all-reduces, for 128,256 columns over 16 chips of v5p and 64 of v5e, and not
+    for 128,000. Then the first array holds a multiple of 1,024 columns, and the second the rest.
+    """
+    if not _has_large_factor(size):
+        return [slice(None)]
+    multiples = range(size // _COLUMNS * _COLUMNS, 0, -_COLUMNS)
+    most = next((most for most in multiples if not _has_large_factor(most)), 0)
+    return [slice(most), slice(most, size)] if most else [slice(None)]
 
 
 def _has_large_factor(size: int) -> bool:
-    """Returns whether a prime above 131 divides the registers of a row. Of sums of such rows libtpu
-    0.0.42 makes all-reduces over 64 chips: of 128,256 or 151,936 columns, and not of 128,000."""
+    """Returns whether a prime above 131 divides the registers of a row."""
     registers, rest = divmod(size, _LANES)
     for prime in range(2, _MOST_FACTOR + 1):
         while registers and registers % prime == 0:

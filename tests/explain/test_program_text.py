@@ -306,3 +306,46 @@ def test_a_ragged_exchange_sends_no_more_than_is_offered():
     (found,) = collectives(program, {"expert": 4})
     assert (found.bytes, found.shapes) == (16 * 4 * 4, ("f32[64,4]",))
     assert found.sent_bytes == 3 / 4 * 16 * 4 * 4
+
+
+BRANCHES = """HloModule jit_step, num_partitions=4
+
+%idle (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+%few (x: f32[8]) -> f32[8] {
+  %x.1 = f32[8]{0} parameter(0)
+  ROOT %cp = f32[8]{0} collective-permute(%x.1), channel_id=1, source_target_pairs={{0,1}}
+}
+
+%all (x: f32[8]) -> f32[8] {
+  %x.2 = f32[8]{0} parameter(0)
+  ROOT %cp.1 = f32[8]{0} collective-permute(%x.2), channel_id=2, \
+source_target_pairs={{0,1},{1,2},{2,3}}
+}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %y = f32[8]{0} get-tuple-element(%t), index=1
+  %sent = f32[8]{0} conditional(%i, %y, %y, %y), branch_computations={%idle, %few, %all}, \
+metadata={op_name="jit(step)/while/body/NAME/cond"}
+  ROOT %next = (s32[], f32[8]{0}) tuple(%i, %sent)
+}
+
+ENTRY %main (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t.1 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[8]{0}) while(%t.1), condition=%missing, body=%body, \
+backend_config={"known_trip_count":{"n":"20"}}
+}
+"""
+
+
+@pytest.mark.parametrize(("scope", "counts"), [("branch_counts_3_1_6", [2, 12]), ("x", [20, 20])])
+def test_a_scope_says_how_often_the_branches_of_a_conditional_are_taken(scope, counts):
+    found = collectives(BRANCHES.replace("NAME", scope), {"stage": 4})
+    assert [(c.count, c.senders, c.mesh_axes) for c in found] == [
+        (counts[0], 1, ("stage",)),
+        (counts[1], 3, ("stage",)),
+    ]

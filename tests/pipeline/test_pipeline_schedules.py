@@ -1,6 +1,7 @@
 """Schedules, played through turn by turn: what is needed is there, what is kept stays."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from shardlib.train.pipeline import (
     make_schedule,
     schedule_faults,
 )
+from shardlib.train.pipeline.sends import sends
 
 SIZES = [
     (name, stages, chunks, microbatches)
@@ -83,6 +85,22 @@ def test_idle_turns_are_the_bubble_of_the_literature(name, stages, chunks, micro
     assert 1 - taken / schedule.turns == pytest.approx(fraction, rel=1e-12)
     found = bubble_fraction(stages=stages, microbatches=microbatches, chunks=chunks)
     assert found == pytest.approx(fraction, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "microbatches"), SIZES)
+def test_stages_send_once_a_turn_and_never_when_idle(name, stages, chunks, microbatches):
+    schedule = make_schedule(name, stages=stages, chunks=chunks, microbatches=microbatches)
+    for turns, step, end in ((schedule.forward, 1, stages - 1), (schedule.backward, -1, 0)):
+        found = sends(schedule, turns, step)
+        sent = [pair for tick in found.ticks for pair in found.routes[tick]]
+        assert {target for source, target in sent if source == 0} <= {step % stages}
+        expected = dict.fromkeys(range(stages), microbatches * chunks)
+        expected[end] -= microbatches  # of the chunk at the end of the model
+        assert Counter(source for source, _ in sent) == Counter(expected)
+        assert len(found.routes) <= 2 * stages
+        assert found.scope.split("_")[2:] == [
+            str((found.ticks == at).sum()) for at in range(len(found.routes))
+        ]
 
 
 def test_kept_inputs_are_bounded_by_stages_or_by_microbatches():

@@ -22,6 +22,7 @@ from shardlib.explain.hlo.replica_groups import (
     Groups,
     groups_of_axes,
     permuted_axes,
+    permuted_pairs,
     read_groups,
 )
 from shardlib.explain.hlo.slices import (
@@ -79,6 +80,7 @@ class Collective:
         model_path: The part of the model that `source` is in, such as `layers[*]/mlp/up`; see
             `provenance`.
         phase: The pass of its origin: `forward`, `recompute`, `backward`, `update` or empty.
+        senders: Devices that send in a permutation; 0 for others.
     """
 
     kind: str
@@ -96,6 +98,7 @@ class Collective:
     between_slices: bool = False
     model_path: str = ""
     phase: Phase = ""
+    senders: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -361,9 +364,9 @@ def _collective(
     axes_by_groups: Mapping[Groups, tuple[str, ...]],
 ) -> Collective:
     result = result_shape(instruction)
-    size, devices = array_bytes(result), 0
+    size, devices, senders = array_bytes(result), 0, 0
     if kind == "collective-permute":
-        axes = permuted_axes(instruction, sizes)
+        axes, senders = permuted_axes(instruction, sizes), len(permuted_pairs(instruction))
     else:
         groups = read_groups(instruction, kind, math.prod(sizes.values()))
         axes = None if groups is None else axes_by_groups.get(groups)
@@ -373,7 +376,9 @@ def _collective(
         if instruction.opcode.startswith("reduce-scatter"):
             size *= max(devices, 1)
     described = _described(module, computation, instruction, kind, result)
-    return dataclasses.replace(described, mesh_axes=axes, bytes=size, group_size=devices)
+    return dataclasses.replace(
+        described, mesh_axes=axes, bytes=size, group_size=devices, senders=senders
+    )
 
 
 def _described(

@@ -160,13 +160,19 @@ def tile_devices(text: str) -> np.ndarray | None:
     return None if ids is None else ids.reshape(tiles)
 
 
+def permuted_pairs(instruction: Instruction) -> list[tuple[int, int]]:
+    """Returns the pairs of sending and receiving devices of a permutation."""
+    text = instruction.attributes.get("source_target_pairs", "")
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
+
+
 def permuted_axes(instruction: Instruction, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which senders and receivers differ."""
-    pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attributes.get("source_target_pairs", ""))
+    pairs = permuted_pairs(instruction)
     if not pairs:
         return None
     shape = tuple(sizes.values())
-    ends = np.array([[int(a), int(b)] for a, b in pairs])
+    ends = np.array(pairs)
     if ends.max() >= math.prod(shape):
         return None
     coordinates = np.stack(np.unravel_index(ends, shape))

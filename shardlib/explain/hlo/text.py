@@ -36,6 +36,7 @@ _COMMON = re.compile(r"([^ (]+) ([\w\-]+)\(([^()]*)\)")
 _OPENING, _CLOSING = "([{", ")]}"
 _NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
 _KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n([^\n]*)\n(\})")
+_COUNTS = re.compile(r"/branch_counts_([0-9_]+)/(?:cond|switch)$")
 _BRACKETS = re.compile(r"[()\[\]{}]")
 # Opcodes that run their computation once, as a part of themselves.
 _WRAPS = ("fusion", "call", "async-start")
@@ -131,7 +132,11 @@ class Module:
         return dict(callers)
 
     def execution(self, computation: str) -> Execution:
-        """Returns the execution count of a computation; every branch of a conditional counts."""
+        """Returns the execution count of a computation.
+
+        Every branch of a conditional counts, unless its name says how often each is taken: in a
+        scope `branch_counts_1_6_1`, for a loop of 8 trips.
+        """
         return self._executions[computation]
 
     @functools.cached_property
@@ -144,7 +149,8 @@ class Module:
                 for where, instruction in self.callers.get(name, []):
                     outer = visit(where)
                     trips = self.trips(instruction) if instruction.opcode == "while" else 1
-                    count += outer.count * (1 if trips is None else trips)
+                    times = outer.count * (1 if trips is None else trips)
+                    count += _taken(times, instruction, name)
                     in_loop |= outer.in_loop or instruction.opcode == "while"
                     is_known &= outer.trips_known and trips is not None
                 executions[name] = Execution(count, in_loop, is_known)
@@ -459,6 +465,18 @@ def _attributes(text: str) -> Iterator[tuple[str, str]]:
             value += f", {part}"
     if key:
         yield key, value
+
+
+def _taken(times: int, instruction: Instruction, computation: str) -> int:
+    """Returns how often one of the computations of an instruction runs when that runs `times`."""
+    found = _COUNTS.findall(instruction.op_name) if instruction.opcode == "conditional" else ()
+    if not found:
+        return times
+    counts = [int(count) for count in found[-1].split("_")]
+    branches = instruction.called()
+    if len(branches) != len(counts):
+        return times
+    return times * counts[branches.index(computation)] // sum(counts)
 
 
 def _nearest(

@@ -1,10 +1,10 @@
 """One program for every schedule: a scan over ticks, manual over the mesh axis `stage`.
 
 In each tick a stage takes its forward and backward turns, if it has them. Then activations move one
-stage forward and their gradients one stage back. A forward turn keeps only the input of its chunk.
-The backward turn recomputes the chunk and differentiates it. The last chunk does not compute its
-forward turns, because its backward turn has the same input and would recompute them. That leaves
-time for the head and the loss, which run there.
+stage forward and their gradients one stage back; a stage without a turn sends nothing. A forward
+turn keeps only the input of its chunk. The backward turn recomputes the chunk and differentiates
+it. The last chunk does not compute its forward turns, because its backward turn has the same input
+and would recompute them. That leaves time for the head and the loss, which run there.
 
 An idle stage skips the computation (`lax.cond`), so a bubble costs no more than the schedule says.
 All-reduces, all-gathers and all-to-alls inside a turn are safe, because their groups lie within one
@@ -18,6 +18,7 @@ Memory Cost", for recomputing from kept inputs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from shardlib.losses.aggregate import join, nothing, over_axis
 from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.schedules import Schedule, Turns
+from shardlib.train.pipeline.sends import AXIS, Sends, send, sends
 
-AXIS = "stage"
 Leaves = Mapping[str, jax.Array]
 """Parameters by path."""
 
@@ -131,6 +132,13 @@ def _turns(schedule: Schedule, turns: Turns) -> Turn:
     return Turn(*map(jnp.asarray, (runs, *numbers, place, place == 0, is_last)))
 
 
+class _Routes(NamedTuple):
+    """Indices of the routes of a tick, the same on all stages."""
+
+    forward: Int[Array, "*ticks"]
+    backward: Int[Array, "*ticks"]
+
+
 class _Carry(NamedTuple):
     x: PyTree
     """Activations from the previous stage."""
@@ -175,15 +183,26 @@ class Stage:
 
     def gradients(self, ticks: Tick) -> StageGradients:
         """Runs the schedule forward and backward; `ticks` is this stage's column of `ticks`."""
-        carry, _ = jax.lax.scan(self.tick, self.start(ticks), ticks)
+        routes = _Routes(*map(jnp.asarray, (self.sends.ticks, self.sends_back.ticks)))
+        carry, _ = jax.lax.scan(self.tick, self.start(ticks), (ticks, routes))
         shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
         return StageGradients(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
 
     def sums(self, ticks: Tick) -> PyTree:
         """Runs only the forward turns and returns the sums of all microbatches."""
         zeros = (self.zero_x(ticks), self.zero_sums(ticks))
-        (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, ticks)
+        routes = jnp.asarray(self.sends.ticks)
+        (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, (ticks, routes))
         return over_axis(sums, AXIS)
+
+    @functools.cached_property
+    def sends(self) -> Sends:
+        return sends(self.schedule, self.schedule.forward, 1)
+
+    @functools.cached_property
+    def sends_back(self) -> Sends:
+        assert self.schedule.backward is not None
+        return sends(self.schedule, self.schedule.backward, -1)
 
     def start(self, ticks: Tick) -> _Carry:
         x, reads = self.zero_x(ticks), self.loss.reads
@@ -226,8 +245,8 @@ class Stage:
             for path, leaf in leaves.items()
         }
 
-    def tick(self, carry: _Carry, tick: Tick) -> tuple[_Carry, None]:
-        forward, backward = tick.forward, tick.backward
+    def tick(self, carry: _Carry, xs: tuple[Tick, _Routes]) -> tuple[_Carry, None]:
+        (forward, backward), routes = xs
         assert backward is not None
         kept = _keep(carry.kept, carry.x, forward.slot, forward.runs & ~forward.is_first)
 
@@ -249,19 +268,20 @@ class Stage:
         grads = self.when(
             backward.runs, lambda: self.backward(backward, x_kept, carry.dx, idle), idle
         )
-        return self.next(carry, backward, kept, x, grads, forwards), None
+        return self.next(carry, backward, routes, kept, x, grads, forwards), None
 
     def next(
         self,
         carry: _Carry,
         turn: Turn,
+        routes: _Routes,
         kept: PyTree,
         x: PyTree,
         grads: _Backward,
         forwards: jax.Array,
     ) -> _Carry:
         """Adds the gradients and sums of a tick, and sends its results to the neighbours."""
-        n, schedule = self.layers_cut.slots, self.schedule
+        n = self.layers_cut.slots
 
         def add(path: str, total: jax.Array) -> jax.Array:
             at = turn.chunk * n
@@ -269,8 +289,8 @@ class Stage:
             return jax.lax.dynamic_update_slice_in_dim(total, old + grads.layers[path], at, 0)
 
         return _Carry(
-            _send(x, 1, schedule),
-            _send(grads.dx, -1, schedule),
+            send(x, self.sends, routes.forward),
+            send(grads.dx, self.sends_back, routes.backward),
             kept,
             self.pin({path: add(path, total) for path, total in carry.layers.items()}),
             self.pin({path: g + grads.shared[path] for path, g in carry.shared.items()}),
@@ -278,9 +298,12 @@ class Stage:
             carry.turns + grads.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
         )
 
-    def forward_tick(self, carry: tuple[Any, Any], tick: Tick) -> tuple[Any, None]:
+    def forward_tick(
+        self, carry: tuple[Any, Any], xs: tuple[Tick, Int[Array, ""]]
+    ) -> tuple[Any, None]:
         """Runs a tick without gradients, with the carry `(x, sums)`."""
-        turn, (x, sums) = tick.forward, carry
+        (tick, route), (x, sums) = xs, carry
+        turn = tick.forward
 
         def run() -> PyTree:
             part = self.part(turn)
@@ -292,7 +315,7 @@ class Stage:
             return y, self.when(turn.is_last, post, nothing(sums))
 
         y, new = self.when(turn.runs, run, (x, nothing(sums)))
-        return (_send(y, 1, self.schedule), join(sums, new)), None
+        return (send(y, self.sends, route), join(sums, new)), None
 
     def input(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
         """Returns the input of a chunk: the result of `pre` for the first chunk, otherwise `x`."""
@@ -385,18 +408,6 @@ def _keep(kept: PyTree, x: PyTree, slot: Int[Array, ""], flag: Bool[Array, ""]) 
         return jax.lax.dynamic_update_index_in_dim(slots, leaf, slot, 0)
 
     return jax.tree.map(put, kept, x)
-
-
-def _send(tree: PyTree, step: int, schedule: Schedule) -> PyTree:
-    """Sends arrays to the next stage (1) or the previous stage (-1).
-
-    The last and the first stage communicate only if stages hold several chunks.
-    """
-    stages = range(schedule.stages)
-    pairs = [(s, (s + step) % schedule.stages) for s in stages]
-    if schedule.chunks == 1:
-        pairs = [(a, b) for a, b in pairs if b == a + step]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
 
 
 def _only(leaves: Leaves, paths: frozenset[str]) -> dict[str, jax.Array]:
