@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.registry import TEXT, DataSpec, family
 from shardlib.rules import SEQUENCE, STANDARD
 from shardlib.testing import assert_equivalent
@@ -73,7 +74,12 @@ def test_stages_of_groups_train_as_one_device():
     options = {"microbatches": 2, "reduction": sl.ReductionConfig(dtype="f32")}
     mesh, adam = "data=2,stage=2,fsdp=2", optax.adamw(1e-3)
     found = assert_equivalent(Blocks, loss, BATCH, mesh, rules=STANDARD, optimizer=adam, **options)
-    assert WITHIN in found.comparisons[0].compiled.as_text()
+    text = found.comparisons[0].compiled.as_text()
+    assert WITHIN in text
+    # Gradients of what all stages share are summed once, over stages and groups.
+    sizes = {"data": 2, "stage": 2, "fsdp": 2}
+    sums = {c.mesh_axes for c in collectives(text, sizes) if c.kind == "all-reduce"}
+    assert ("data", "stage") in sums
 
 
 def with_dropout(rngs):

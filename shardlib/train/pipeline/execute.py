@@ -19,7 +19,7 @@ Memory Cost", for recomputing from kept inputs.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -181,12 +181,23 @@ class Stage:
     batch: PyTree[Shaped[Array, "rows microbatches ..."]]
     """All microbatches; microbatch m is `[:, m]`, as in `microbatch.split`."""
 
-    def gradients(self, ticks: Tick) -> StageGradients:
-        """Runs the schedule forward and backward; `ticks` is this stage's column of `ticks`."""
+    def gradients(
+        self, ticks: Tick, axis: str | None = None, summed: Collection[str] = ()
+    ) -> StageGradients:
+        """Runs the schedule forward and backward.
+
+        Args:
+            ticks: This stage's column of `ticks`.
+            axis: The manual mesh axis of groups that each have their own stages, or None.
+            summed: Paths of the shared parameters whose gradients are summed over `axis` too.
+        """
         routes = _Routes(*map(jnp.asarray, (self.sends.ticks, self.sends_back.ticks)))
         carry, _ = jax.lax.scan(self.tick, self.start(ticks), (ticks, routes))
-        shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
-        return StageGradients(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
+        apart = {path: x for path, x in carry.shared.items() if path not in summed}
+        apart, sums = over_axis((apart, carry.sums), AXIS)
+        joint = {path: x for path, x in carry.shared.items() if path in summed}
+        joint = jax.lax.psum(joint, (AXIS, axis)) if joint else {}
+        return StageGradients(carry.layers, self.pin(apart | joint), sums, carry.turns[None])
 
     def sums(self, ticks: Tick) -> PyTree:
         """Runs only the forward turns and returns the sums of all microbatches."""

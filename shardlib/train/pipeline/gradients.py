@@ -92,19 +92,20 @@ def pipelined_groups(
 
     It takes the arguments of `pipelined_gradients`. Group g takes the g-th block of equally many
     rows, and its microbatches are numbered after those in earlier groups. The results are arrays
-    [groups, ...], sharded over the axis of the groups. Without a reduction there is one pipeline
-    and no dim of groups. One region is manual over both axes, because regions nest in mesh order
-    only.
+    [groups, ...], sharded over the axis of the groups; the gradients of `reduction.with_stages` are
+    summed over the groups. Without a reduction there is one pipeline and no dim of groups. One
+    region is manual over both axes, because regions nest in mesh order only.
     """
     config, stages = config or PipelineConfig(), _stages()
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
     )
     axis = None if reduction is None else reduction.hops.axis
+    summed = frozenset() if reduction is None else reduction.with_stages(loss.definition)
     region = _Region(loss, arguments, schedule, config, axis)
 
     def gradients(stage: Stage, tick: Tick) -> PyTree:
-        result = stage.gradients(tick)
+        result = stage.gradients(tick, axis, summed)
         grads = result.layers
         if schedule.chunks > 1 and stage.layers_cut.is_even:
             grads = exchange.to_store(grads, AXIS, stages, schedule.chunks)

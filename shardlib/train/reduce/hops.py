@@ -6,7 +6,7 @@ placement over the other axes.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,11 @@ class Hops:
         """Whether no hop rounds to bfloat16."""
         rounds = [self.inner_bf16 and self.inner > 1, self.outer_bf16 and self.outer > 1]
         return not any(rounds)
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is one sum in float32."""
+        return self.exact and 1 in (self.outer, self.inner)
 
     def scatter(self, pieces: Float[Array, "outer inner ..."]) -> Float[Array, "..."]:
         """Returns this device's piece of the sum, in float32.
@@ -129,7 +134,7 @@ def sum_leaves(
         x if dim is None else _keep_part(x, dim, hops) for x, dim in zip(leaves, dims, strict=True)
     ]
     whole = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
-    if hops.exact and 1 in (hops.outer, hops.inner):
+    if hops.flat:
         sums = iter(jax.lax.psum(whole, hops.axis) if whole else [])
     else:
         sums = iter(_all_reduce(whole, hops))
@@ -159,7 +164,11 @@ def _all_reduce(leaves: Sequence[jax.Array], hops: Hops) -> list[jax.Array]:
 
 
 def sum_groups(
-    tree: PyTree, scalars: PyTree, places: Mapping[str, Placement], hops: Hops
+    tree: PyTree,
+    scalars: PyTree,
+    places: Mapping[str, Placement],
+    hops: Hops,
+    summed: Collection[str] = (),
 ) -> tuple[PyTree, PyTree]:
     """Returns the sums over groups of arrays [groups, ...] that are sharded over the axis of
     `hops`.
@@ -172,17 +181,24 @@ def sum_groups(
         scalars: Aggregates of each group, [groups, ...], for `aggregate.join`.
         places: Placement of each leaf of `tree` by path, without the dim of the groups.
         hops: The axis and its hops.
+        summed: Paths of the leaves of which each group holds the sum.
 
     Returns:
         Both trees, without the dim of the groups.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    specs = [places[path_string(path)].spec for path, _ in paths]
+    names = [path_string(path) for path, _ in paths]
+    specs = [places[name].spec for name in names]
     dims = [kept_dim(spec, hops.axis) for spec in specs]
 
     def add(leaves: list[jax.Array], scalars: PyTree) -> tuple[list[jax.Array], PyTree]:
         total = over_axis(jax.tree.map(lambda x: x[0], scalars), hops.axis)
-        return sum_leaves([x[0] for x in leaves], dims, hops), total
+        sums = [x[0] for x in leaves]
+        at = [index for index, name in enumerate(names) if name not in summed]
+        apart = sum_leaves([sums[i] for i in at], [dims[i] for i in at], hops)
+        for index, x in zip(at, apart, strict=True):
+            sums[index] = x
+        return sums, total
 
     # Manual over every axis: each device sends its own shard, and nothing is gathered before.
     scope = active()

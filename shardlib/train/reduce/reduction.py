@@ -21,11 +21,12 @@ from shardlib.losses.aggregate import join, map_outputs, nothing, split_outputs,
 from shardlib.losses.microbatch import split
 from shardlib.mesh import mesh_sizes
 from shardlib.paths import named_leaves
-from shardlib.sharding.manual import manual
+from shardlib.sharding.manual import axis_size, manual
 from shardlib.sharding.partition import Placement, pin
 from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss, Sums
 from shardlib.train.reduce.hops import Hops, kept_dim, outer_degree, sum_groups
 from shardlib.train.reduce.uneven import arrange_batch, balance
+from shardlib.train.state import Definition
 
 AXIS = "data"
 """The mesh axis of the groups."""
@@ -99,6 +100,18 @@ class Reduction:
     def inner_microbatches(self) -> int:
         """Number of microbatches into which the inner engine splits its input."""
         return self.counts[0] if self.even else 1
+
+    def with_stages(self, definition: Definition) -> frozenset[str]:
+        """Returns the paths of the gradients that a pipeline sums over its stages and over groups
+        at once: of the parameters that all stages share. In two sums they would send more."""
+        if axis_size("stage") == 1 or not self.hops.flat:
+            return frozenset()
+        return frozenset(
+            path
+            for path, placement in definition.params.items()
+            if not placement.has_stages
+            and kept_dim(definition.gradients[path].spec, self.hops.axis) is None
+        )
 
     def arrange(self, batch: PyTree) -> PyTree:
         """Returns a plain batch laid out for `reduced_gradients`; see `arrange_batch`."""
@@ -224,7 +237,7 @@ def reduced_gradients(
     Args:
         groups: `groups(loss, arguments, reduction)` returns the gradients and sums of all groups as
             arrays [groups, ...] sharded over `data`. It is `groups_apart` with any engine, or
-            `pipelined_groups`.
+            `pipelined_groups`, of which each group holds the sums of `reduction.with_stages`.
         loss: The loss.
         arguments: Its arguments, of which no call updates the model state. The batch is plain if
             groups are equal, else from `arrange_batch`. Inputs are replicated over the groups.
@@ -233,7 +246,8 @@ def reduced_gradients(
     grads, sums = groups(loss, arguments, reduction)
     sums, outputs = split_outputs(sums)
     definition = loss.definition
-    grads, sums = sum_groups(grads, sums, definition.gradients, reduction.hops)
+    summed = reduction.with_stages(definition)
+    grads, sums = sum_groups(grads, sums, definition.gradients, reduction.hops, summed)
     # Groups hold consecutive blocks of rows, so their outputs are concatenated.
     outputs = map_outputs(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), outputs)
     grads = pin(grads, definition.gradients, definition.scope)
