@@ -109,6 +109,8 @@ class Turn(NamedTuple):
     """Whether it is the first chunk of the model."""
     is_last: Bool[Array, "*ticks"]
     """Whether it is the last chunk of the model."""
+    route: Int[Array, "*ticks"]
+    """Index of the tick's route in `Sends`, the same on all stages."""
 
 
 class Tick(NamedTuple):
@@ -120,23 +122,17 @@ class Tick(NamedTuple):
 
 def ticks(schedule: Schedule) -> Tick:
     """Returns the whole schedule, with leaves [ticks, stages]."""
-    forward = _turns(schedule, schedule.forward)
-    return Tick(forward, schedule.backward and _turns(schedule, schedule.backward))
+    forward, backward = schedule.forward, schedule.backward
+    return Tick(_turns(schedule, forward, 1), backward and _turns(schedule, backward, -1))
 
 
-def _turns(schedule: Schedule, turns: Turns) -> Turn:
+def _turns(schedule: Schedule, turns: Turns, step: int) -> Turn:
     place = turns.chunk * schedule.stages + np.arange(schedule.stages, dtype=np.int32)[None]
     runs = turns.microbatch >= 0
     numbers = (np.maximum(x, 0) for x in (turns.microbatch, turns.chunk, turns.slot))
     is_last = place == schedule.chunks * schedule.stages - 1
-    return Turn(*map(jnp.asarray, (runs, *numbers, place, place == 0, is_last)))
-
-
-class _Routes(NamedTuple):
-    """Indices of the routes of a tick, the same on all stages."""
-
-    forward: Int[Array, "*ticks"]
-    backward: Int[Array, "*ticks"]
+    route = np.broadcast_to(sends(schedule, turns, step).ticks[:, None], place.shape)
+    return Turn(*map(jnp.asarray, (runs, *numbers, place, place == 0, is_last, route)))
 
 
 class _Carry(NamedTuple):
@@ -191,8 +187,7 @@ class Stage:
             axis: The manual mesh axis of groups that each have their own stages, or None.
             summed: Paths of the shared parameters whose gradients are summed over `axis` too.
         """
-        routes = _Routes(*map(jnp.asarray, (self.sends.ticks, self.sends_back.ticks)))
-        carry, _ = jax.lax.scan(self.tick, self.start(ticks), (ticks, routes))
+        carry, _ = jax.lax.scan(self.tick, self.start(ticks), ticks)
         apart = {path: x for path, x in carry.shared.items() if path not in summed}
         apart, sums = over_axis((apart, carry.sums), AXIS)
         joint = {path: x for path, x in carry.shared.items() if path in summed}
@@ -202,8 +197,7 @@ class Stage:
     def sums(self, ticks: Tick) -> PyTree:
         """Runs only the forward turns and returns the sums of all microbatches."""
         zeros = (self.zero_x(ticks), self.zero_sums(ticks))
-        routes = jnp.asarray(self.sends.ticks)
-        (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, (ticks, routes))
+        (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, ticks)
         return over_axis(sums, AXIS)
 
     @functools.cached_property
@@ -256,8 +250,8 @@ class Stage:
             for path, leaf in leaves.items()
         }
 
-    def tick(self, carry: _Carry, xs: tuple[Tick, _Routes]) -> tuple[_Carry, None]:
-        (forward, backward), routes = xs
+    def tick(self, carry: _Carry, tick: Tick) -> tuple[_Carry, None]:
+        forward, backward = tick.forward, tick.backward
         assert backward is not None
         kept = _keep(carry.kept, carry.x, forward.slot, forward.runs & ~forward.is_first)
 
@@ -279,29 +273,29 @@ class Stage:
         grads = self.when(
             backward.runs, lambda: self.backward(backward, x_kept, carry.dx, idle), idle
         )
-        return self.next(carry, backward, routes, kept, x, grads, forwards), None
+        return self.next(carry, tick, kept, x, grads, forwards), None
 
     def next(
         self,
         carry: _Carry,
-        turn: Turn,
-        routes: _Routes,
+        tick: Tick,
         kept: PyTree,
         x: PyTree,
         grads: _Backward,
         forwards: jax.Array,
     ) -> _Carry:
         """Adds the gradients and sums of a tick, and sends its results to the neighbours."""
-        n = self.layers_cut.slots
+        n, backward = self.layers_cut.slots, tick.backward
+        assert backward is not None
 
         def add(path: str, total: jax.Array) -> jax.Array:
-            at = turn.chunk * n
+            at = backward.chunk * n
             old = jax.lax.dynamic_slice_in_dim(total, at, n)
             return jax.lax.dynamic_update_slice_in_dim(total, old + grads.layers[path], at, 0)
 
         return _Carry(
-            send(x, self.sends, routes.forward),
-            send(grads.dx, self.sends_back, routes.backward),
+            send(x, self.sends, tick.forward.route),
+            send(grads.dx, self.sends_back, backward.route),
             kept,
             self.pin({path: add(path, total) for path, total in carry.layers.items()}),
             self.pin({path: g + grads.shared[path] for path, g in carry.shared.items()}),
@@ -309,12 +303,9 @@ class Stage:
             carry.turns + grads.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
         )
 
-    def forward_tick(
-        self, carry: tuple[Any, Any], xs: tuple[Tick, Int[Array, ""]]
-    ) -> tuple[Any, None]:
+    def forward_tick(self, carry: tuple[Any, Any], tick: Tick) -> tuple[Any, None]:
         """Runs a tick without gradients, with the carry `(x, sums)`."""
-        (tick, route), (x, sums) = xs, carry
-        turn = tick.forward
+        turn, (x, sums) = tick.forward, carry
 
         def run() -> PyTree:
             part = self.part(turn)
@@ -326,7 +317,7 @@ class Stage:
             return y, self.when(turn.is_last, post, nothing(sums))
 
         y, new = self.when(turn.runs, run, (x, nothing(sums)))
-        return (send(y, self.sends, route), join(sums, new)), None
+        return (send(y, self.sends, turn.route), join(sums, new)), None
 
     def input(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
         """Returns the input of a chunk: the result of `pre` for the first chunk, otherwise `x`."""
