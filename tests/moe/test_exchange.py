@@ -121,6 +121,21 @@ def test_rows_keep_their_dtype():
     np.testing.assert_array_equal(arrived, expected.reshape(32, WIDTH))
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("topology", "method"), [("v5e:4x4", "ragged"), ("v5e:4x8", "padded"), ("v6e:4x8", "ragged")]
+)
+def test_slices_of_v5e_have_no_ragged_exchange_above_16_chips(topology, method, tpu_devices):
+    devices = tpu_devices(topology)
+    with sl.use(sl.make_mesh(f"expert={len(devices)}", devices=devices), sl.rules.STANDARD):
+        assert resolve_method("auto") == method
+        if method == "padded":
+            with pytest.raises(
+                ModelError, match=r"cannot run on 32xv5e, .*\n  Use exchange='auto'"
+            ):
+                resolve_method("ragged")
+
+
 def test_the_method_follows_the_devices_of_the_mesh():
     with pytest.raises(
         ModelError, match=r"exchange='ragged' cannot run on cpu, .*\n  Use exchange='auto', or"

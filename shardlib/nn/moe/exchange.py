@@ -9,7 +9,7 @@ Two implementations of one contract:
 
 | method   | what is sent                               | platforms                   |
 |----------|--------------------------------------------|-----------------------------|
-| `ragged` | the rows, by `jax.lax.ragged_all_to_all`   | TPU, GPU                    |
+| `ragged` | the rows, by `jax.lax.ragged_all_to_all`   | GPU, TPU; v5e to 16 chips   |
 | `padded` | a packet for each pair of devices, as      | all                         |
 |          | large as any pair may need                 |                             |
 """
@@ -20,13 +20,17 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from shardlib.errors import ModelError
-from shardlib.sharding.constrain import platform
+from shardlib.hardware import cluster_of
+from shardlib.sharding.constrain import active, platform
 
 Method = Literal["auto", "ragged", "padded"]
 
 _RAGGED_PLATFORMS = ("tpu", "gpu", "cuda", "rocm")
+_V5E_CHIPS = 16
+"""In larger slices of v5e libtpu 0.0.42 refuses it: "not supported in limited ICI routing"."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,15 +76,33 @@ class ExchangeGroup:
 
 
 def resolve_method(method: Method) -> Literal["ragged", "padded"]:
-    """Returns the method that `auto` means on the devices of the active mesh."""
-    if method == "ragged" and platform() not in _RAGGED_PLATFORMS:
+    """Returns the method that `auto` means on the devices of the active mesh.
+
+    Raises:
+        ModelError: If they cannot run `ragged`.
+    """
+    missing = _without_ragged()
+    if method == "ragged" and missing:
         raise ModelError(
-            f"exchange='ragged' cannot run on {platform()}, which has no ragged-all-to-all.\n"
+            f"exchange='ragged' cannot run on {missing}, which has no ragged-all-to-all.\n"
             "  Use exchange='auto', or 'padded'."
         )
     if method != "auto":
         return method
-    return "ragged" if platform() in _RAGGED_PLATFORMS else "padded"
+    return "padded" if missing else "ragged"
+
+
+def _without_ragged() -> str:
+    """Returns the devices of the active mesh if they have no ragged all-to-all, else ""."""
+    if platform() not in _RAGGED_PLATFORMS:
+        return platform()
+    scope = active()
+    if scope is None or not isinstance(scope.mesh, Mesh):
+        return ""
+    cluster = cluster_of(list(scope.mesh.devices.flat))
+    if cluster is None or cluster.chip is None or cluster.chip.name != "v5e":
+        return ""
+    return cluster.name if cluster.devices_per_domain > _V5E_CHIPS else ""
 
 
 def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> ExchangePlan:
