@@ -92,12 +92,17 @@ class Strategy:
         """Devices along all of some axes."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
+    def axes(self, *axes: str) -> str:
+        """Those of some axes that have several devices, as `stage+data` in mesh order."""
+        return "+".join(name for name, size in self.mesh.items() if name in axes and size > 1)
+
 
 def sent_bytes(sizes: Sizes, how: Strategy) -> dict[str, float]:
     """Returns the bytes that a device sends in a step, by the mesh axes that ask for them."""
-    replicas = "+".join(axis for axis in ("data", "expert", "context") if how.size(axis) > 1)
+    layers, vocab = _replicas(sizes, how)
     terms = [
-        (replicas or "stage", _replicas(sizes, how)),
+        (how.axes("data", "expert", "context"), layers),
+        (how.axes("data", "expert", "context", "stage"), vocab),
         ("fsdp", _fsdp(sizes, how)),
         ("tensor", _tensor(sizes, how)),
         ("context", _context(sizes, how)),
@@ -138,17 +143,17 @@ def _routed(sizes: Sizes, how: Strategy) -> float:
     return weights / how.size("tensor", "expert")
 
 
-def _replicas(sizes: Sizes, how: Strategy) -> float:
-    """All-reduces of gradients over devices that hold the same parameters; what `fsdp` has cut is
-    reduced by parts, and embedding and head over all stages, which each hold them. Those of several
-    microbatches were added up in float32, and travel so."""
+def _replicas(sizes: Sizes, how: Strategy) -> tuple[float, float]:
+    """All-reduces of gradients over devices that hold the same parameters, of layers and of
+    embedding and head, which all stages hold too. What `fsdp` has cut is reduced by parts. Those of
+    several microbatches were added up in float32, and travel so."""
     width = sizes.compute_bytes if how.microbatches == 1 else FLOAT32
     layers, vocab = _dense(sizes, how)
-    cut = how.size("fsdp")
     replicas, stages = how.size("data", "context", "expert"), how.size("stage")
-    sent = 2 * _part(replicas) * layers + 2 * _part(replicas * stages) * vocab
-    sent += 2 * _part(how.size("data", "context")) * _routed(sizes, how)
-    return sent / cut * width
+    of_layers = 2 * _part(replicas) * layers
+    of_layers += 2 * _part(how.size("data", "context")) * _routed(sizes, how)
+    cut = width / how.size("fsdp")
+    return of_layers * cut, 2 * _part(replicas * stages) * vocab * cut
 
 
 def _fsdp(sizes: Sizes, how: Strategy) -> float:

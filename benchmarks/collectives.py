@@ -91,7 +91,6 @@ ROWS = {
         microbatches=32,
         reduction="f32",
         changes={"batch": 64},
-        why={"all": "embedding and head are summed over stages, then over data"},
     ),
     "fsdp_tensor": Row("fsdp=2,tensor=4", "sequence"),
     "data_fsdp_tensor": Row(
