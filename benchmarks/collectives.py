@@ -69,6 +69,7 @@ PADDED = {"cpu": "exchanges are padded to the most that two devices can send eac
 TILES = {
     "tpu": "reduce-scatters of the MLP are padded to whole tiles, and their results moved back"
 }
+IN_EACH = {"all": "gradients are summed over context in each microbatch, and not once"}
 SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
 ROWS = {
@@ -199,6 +200,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
         for microbatches in dict.fromkeys(max(number, least) for number in asked):
             groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))
             batch = dataclasses.replace(sizes, batch=groups * microbatches)
+            why = IN_EACH if "context" in axes and microbatches > 1 else {}
             for rules in ("standard", "sequence") if "tensor" in axes else ("standard",):
                 row = Row(
                     mesh,
@@ -207,6 +209,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
                     reduction="f32" if "data" in axes and microbatches > 1 else None,
                     remat="full",
                     attention=attention,
+                    why=why,
                 )
                 yield f"{flags.model}_x{microbatches}", row, batch
 

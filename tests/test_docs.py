@@ -53,9 +53,10 @@ CONTINUED = [page for page in GUIDES if CONTINUES in page.read_text()]
 
 
 def test_every_guide_with_code_is_run():
-    # tests/test_xla_faults.py runs each program of xla_faults.md.
+    # Tests of the same name run each program of these pages.
     assert {page for page in GUIDES if blocks(page, "python")} - {*CONTINUED} == {
-        ROOT / "docs" / "xla_faults.md"
+        ROOT / "docs" / "xla_faults.md",
+        ROOT / "docs" / "xla_traffic.md",
     }
 
 
