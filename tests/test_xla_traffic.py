@@ -26,6 +26,6 @@ def test_it_is_still_sent(title, on, program, capsys):
     names = {}
     exec(compile(program, "fault.py", "exec"), names)
     assert names["found"], (
-        f"XLA no longer does this: {title}. Remove it from {DOCUMENT.name} once this version is the "
-        "oldest that is supported."
+        f"XLA has mended: {title}. Remove it from {DOCUMENT.name} once this version is the oldest "
+        "that is supported."
     )
