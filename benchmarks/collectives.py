@@ -10,8 +10,8 @@ closed forms of `closed_forms.py`.
 
 With `--model` the widths, the vocabulary and the tokens are those of a published model, with fewer
 layers: a program has one body for all of them, and the closed form counts as many. The rows are
-then every mesh of `AT_SCALE` for as many chips, with `--microbatches` of one sequence a device, and
-with layers that are computed again. GPUs need the CUDA plugin of JAX.
+then every mesh of `AT_SCALE` for as many chips, with `--microbatches` of one sequence a device
+(`--sequences`), and with layers that are computed again. GPUs need the CUDA plugin of JAX.
 
     python benchmarks/collectives.py --on v5e-16,16xh100 --model llama3-8b --microbatches 1,4
     python benchmarks/collectives.py --on v5p-128 --model llama3-70b --meshes data=8,fsdp=8
@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a published one, such as llama3-8b")
     parser.add_argument("--layers", type=int, default=8, help="of that model")
     parser.add_argument("--microbatches", default="1,4", help="of that model's rows")
+    parser.add_argument("--sequences", type=int, default=1, help="of a device in a microbatch")
     parser.add_argument("--meshes", nargs="+", help="of that model's rows")
     flags = parser.parse_args(arguments)
     start_platforms()
@@ -183,7 +184,7 @@ def rows_of(flags: Any, cluster: Any) -> Iterator[tuple[str, Row, Sizes]]:
 
 
 def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, Row, Sizes]]:
-    """Yields the rows of a published model: each device has a sequence of each microbatch."""
+    """Yields the rows of a published model."""
     from shardlib.plan.workloads.named_models import named_model
 
     model = named_model(flags.model).model
@@ -199,7 +200,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
         least = 2 * axes["stage"] if "stage" in axes else 1
         for microbatches in dict.fromkeys(max(number, least) for number in asked):
             groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))
-            batch = dataclasses.replace(sizes, batch=groups * microbatches)
+            batch = groups * microbatches * flags.sequences
             why = IN_EACH if "context" in axes and microbatches > 1 else {}
             for rules in ("standard", "sequence") if "tensor" in axes else ("standard",):
                 row = Row(
@@ -211,7 +212,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
                     attention=attention,
                     why=why,
                 )
-                yield f"{flags.model}_x{microbatches}", row, batch
+                yield f"{flags.model}_x{microbatches}", row, dataclasses.replace(sizes, batch=batch)
 
 
 def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> dict[str, Any]:
