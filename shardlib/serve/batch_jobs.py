@@ -19,7 +19,7 @@ from shardlib.serve.file_store import FileStore
 
 _LOG = logging.getLogger(__name__)
 _LATER = 1
-"""The priority of their prompts, after those of clients that wait."""
+"""The priority of their prompts: clients that wait come first."""
 _STEP_SECONDS = 0.05
 """Longest wait for a step of the engine."""
 _REPORT_SECONDS = 0.5
