@@ -218,6 +218,19 @@ class Engine:
                 grammar is malformed.
         """
         sampling = one_sampling(sampling, options)
+        limits = {"priority": priority, "timeout_seconds": timeout_seconds}
+        return self.enqueue(self.prepare(prompt, sampling, **limits))
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        priority: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> Request:
+        """Returns a request for `enqueue`. It may be called by any thread, and waits for no step.
+        It takes and raises what `submit` does."""
         tokens = self.encode(prompt)
         left = self.context - len(tokens)
         if left < 1:
@@ -246,11 +259,18 @@ class Engine:
         now = time.monotonic()
         deadline = None if timeout_seconds is None else now + timeout_seconds
         stream = None if self.tokenizer is None else TextStream(self._decoded, sampling.stop)
-        request = Request(sequence, stream, deadline, submitted_at=now)
+        return Request(sequence, stream, deadline, submitted_at=now)
+
+    def enqueue(self, request: Request) -> Request:
+        """Queues a request that was prepared, and returns it.
+
+        Raises:
+            ModelError: If it does not fit into the cache even alone.
+        """
         with self._lock:
-            self.scheduler.add(sequence)
-            self._requests[sequence] = request
-            self._counts["prompt"] += len(tokens)
+            self.scheduler.add(request.sequence)
+            self._requests[request.sequence] = request
+            self._counts["prompt"] += len(request.sequence.prompt)
         return request
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardlib.engine import Sampling
+from shardlib.engine import Request as EngineRequest
 from shardlib.errors import ShardlibError
 from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import CHAT, COMPLETIONS, Asked, Speaker, Url, parse
@@ -105,8 +105,8 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
 
     async def _response(self, url: Url, body: Any) -> Response:
-        asked, items = await asyncio.to_thread(self._parsed, url, body)
-        answer = await self.thread.open(items, in_pieces=asked.streams)
+        asked, requests = await asyncio.to_thread(self._parsed, url, body)
+        answer = await self.thread.open(requests, in_pieces=asked.streams)
         identity = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{uuid.uuid4().hex}"
         created = int(time.time())
         if asked.streams:
@@ -118,14 +118,27 @@ class Service:
         finally:
             answer.close()
         completions = [one.answer() for one in answer.requests]
-        whole = response(asked, completions, self.speaker, identity=identity, created=created)
-        return JsonResponse(whole)
 
-    def _parsed(self, url: Url, body: Any) -> tuple[Asked, list[tuple[tuple[int, ...], Sampling]]]:
-        """Returns what a body asks for, and the token ids of each answer with its sampling."""
+        def whole() -> JsonResponse:
+            ids = {"identity": identity, "created": created}
+            return JsonResponse(response(asked, completions, self.speaker, **ids))
+
+        # Log probabilities of a long prompt are many texts.
+        return await asyncio.to_thread(whole)
+
+    def _parsed(self, url: Url, body: Any) -> tuple[Asked, list[EngineRequest]]:
+        """Returns what a body asks for, and a request for each answer."""
         asked = parse(url, body, self.speaker, may_stream=True)
-        prompts = [self.thread.encode(prompt) for prompt in asked.prompts]
-        return asked, [(ids, sampling) for ids in prompts for sampling in asked.samplings]
+        count, most = len(asked.prompts) * len(asked.samplings), self.thread.most_prompts
+        if count > most:
+            raise ApiError(
+                413,
+                f"the body asks for {count} answers, and the server holds {most}.\n"
+                "  Send fewer prompts in a body.",
+                "too_many_prompts",
+            )
+        every = (self.thread.prepare(prompt, asked.samplings) for prompt in asked.prompts)
+        return asked, [request for requests in every for request in requests]
 
 
 async def _streamed(answer: OpenAnswer, chunks: Chunks) -> AsyncIterator[dict[str, Any]]:

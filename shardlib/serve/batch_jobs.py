@@ -202,9 +202,8 @@ class _SharedEngine:
         self._thread, self._check = thread, check
 
     def submit(self, prompt: Prompt, sampling: Sampling) -> Request:
-        ids = self._thread.encode(prompt)
-        call = self._thread.call(lambda engine: engine.submit(ids, sampling, priority=_LATER))
-        return call.result()
+        (request,) = self._thread.prepare(prompt, [sampling], priority=_LATER)
+        return self._thread.call(lambda engine: engine.enqueue(request)).result()
 
     def cancel(self, request: Request) -> None:
         try:

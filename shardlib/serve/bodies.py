@@ -81,8 +81,6 @@ class Asked:
     """Whether a choice begins with its prompt."""
     drops_answer: bool = False
     """Whether the prompt is all that is asked for: one token is drawn, and left out."""
-    tools: frozenset[str] = frozenset()
-    """The names of the functions that the answer may call."""
     streams: bool = False
     """Whether the answer is sent in pieces."""
     includes_usage: bool = False
@@ -128,8 +126,7 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
             code="model_not_found",
         )
     streams, includes_usage = _streaming(given, may_stream)
-    tools = _tools(given)
-    prompts = _prompts(given) if known == COMPLETIONS else (_chat(given, tools, speaker),)
+    prompts = _prompts(given) if known == COMPLETIONS else (_chat(given, speaker),)
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
@@ -144,7 +141,6 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         wants_logprobs=given.get("logprobs") is not None and given["logprobs"] is not False,
         echo=given.get("echo", False),
         drops_answer=_drops_answer(given),
-        tools=frozenset(one["function"]["name"] for one in tools),
         streams=streams,
         includes_usage=includes_usage,
     )
@@ -225,10 +221,8 @@ def _tools(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [] if choice == "none" else tools
 
 
-def _chat(
-    given: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], speaker: Speaker
-) -> tuple[int, ...]:
-    messages = given.get("messages")
+def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
+    tools, messages = _tools(given), given.get("messages")
     is_right = messages and all(
         isinstance(one, Mapping)
         and isinstance(one.get("role"), str)

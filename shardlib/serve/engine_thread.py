@@ -26,6 +26,7 @@ _IDLE_SECONDS = 0.5
 """Time after which an idle thread looks around, so that it notices when it is told to end."""
 
 T = TypeVar("T")
+Prepared = list[Request]
 
 
 class BusyError(ShardlibError):
@@ -143,6 +144,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
+    def most_prompts(self) -> int:
+        """Prompts that are held at once, running or waiting."""
+        return self.num_slots + self._most_waiting
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs, or is still to be started."""
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
@@ -152,9 +158,11 @@ class EngineThread:
         """Whether prompts are answered at once: all programs are compiled."""
         return self.is_warm and self.is_alive and not self._stopping
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Returns the token ids of a prompt, in the thread of the caller; see `Engine.encode`."""
-        return self._engine.encode(prompt)
+    def prepare(self, prompt: Prompt, samplings: Sequence[Sampling], priority: int = 0) -> Prepared:
+        """Returns the requests for the choices of a prompt, in the thread of the caller; see
+        `Engine.prepare`."""
+        ids = self._engine.encode(prompt)
+        return [self._engine.prepare(ids, one, priority=priority) for one in samplings]
 
     def start(self) -> None:
         """Starts the thread, which compiles all programs first."""
@@ -194,13 +202,11 @@ class EngineThread:
         self._wake.set()
         return future
 
-    async def open(
-        self, items: Sequence[tuple[Sequence[int], Sampling]], *, in_pieces: bool
-    ) -> OpenAnswer:
+    async def open(self, requests: Prepared, *, in_pieces: bool) -> OpenAnswer:
         """Queues the prompts of a body.
 
         Args:
-            items: Token ids, and how each answer is drawn.
+            requests: What `prepare` has returned for each prompt.
             in_pieces: Whether text is handed on as it comes, or each answer once it is complete.
 
         Raises:
@@ -210,7 +216,9 @@ class EngineThread:
         """
         answer = OpenAnswer(self, in_pieces)
         try:
-            await asyncio.wrap_future(self.call(lambda engine: self._submit(engine, answer, items)))
+            await asyncio.wrap_future(
+                self.call(lambda engine: self._submit(engine, answer, requests))
+            )
         except asyncio.CancelledError:
             answer.close()
             raise
@@ -232,19 +240,17 @@ class EngineThread:
         except EngineStoppedError:
             return
 
-    def _submit(
-        self, engine: Engine, answer: OpenAnswer, items: Sequence[tuple[Sequence[int], Sampling]]
-    ) -> None:
+    def _submit(self, engine: Engine, answer: OpenAnswer, requests: Prepared) -> None:
         waiting = sum(one.priority <= 0 for one in engine.scheduler.waiting)
         free = engine.scheduler.num_slots - len(engine.scheduler.running)
-        if waiting + len(items) > self._most_waiting + free:
+        if waiting + len(requests) > self._most_waiting + free:
             raise BusyError(
-                f"{waiting} prompts wait, and the body has {len(items)}: the queue holds "
+                f"{waiting} prompts wait, and the body has {len(requests)}: the queue holds "
                 f"{self._most_waiting}.\n  Try again later, or send fewer prompts in a body."
             )
         try:
-            for ids, sampling in items:
-                answer.progress.append(_Progress(engine.submit(ids, sampling)))
+            for request in requests:
+                answer.progress.append(_Progress(engine.enqueue(request)))
         except Exception:
             for request in answer.requests:
                 engine.cancel(request)

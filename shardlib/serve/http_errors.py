@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardlib.errors import DataError, ModelError, ShardlibError
+from shardlib.errors import DataError, MissingExtraError, ModelError, ShardlibError
 from shardlib.serve.bodies import BodyError
 from shardlib.serve.engine_thread import BusyError, EngineStoppedError
 
@@ -66,7 +66,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), "queue_full", _RETRY_SECONDS)
     if isinstance(error, EngineStoppedError):
         return ApiError(500, str(error), "engine_stopped")
-    if isinstance(error, ModelError | DataError):
+    if isinstance(error, ModelError | DataError | MissingExtraError):
         return ApiError(400, str(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))

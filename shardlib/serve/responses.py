@@ -4,6 +4,7 @@ Source: the OpenAI API reference, "Completions", "Chat" and "Streaming".
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -111,7 +112,7 @@ def _logprobs(tokens: Sequence[Token], speaker: Speaker, offset: int = 0) -> dic
         "tokens": texts,
         "token_logprobs": [_shown(token.logprob) for token in tokens],
         "top_logprobs": [_top(token, speaker) for token in tokens],
-        "text_offset": [offset + sum(map(len, texts[:n])) for n in range(len(texts))],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
     }
 
 

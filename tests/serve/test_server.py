@@ -1,9 +1,12 @@
 """The server: the official client's view, limits, faults and its end."""
 
+import asyncio
 import collections
 import contextlib
 import ctypes
 import json
+import os
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,6 +105,21 @@ def test_a_completion_in_pieces(official):
     assert offsets == whole.choices[0].logprobs.text_offset
 
 
+def test_tools_are_rendered_by_the_template(official):
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "found"},
+    ]
+    counts = [
+        official.chat.completions.create(messages=messages, **ASKED, **more).usage.prompt_tokens
+        for more in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"})
+    ]
+    assert [count - counts[0] for count in counts] == [0, len("[look_up]"), 0]
+
+
 def test_models(official):
     assert [one.id for one in official.models.list()] == ["tiny"]
     assert official.models.retrieve("tiny").owned_by == "shardlib"
@@ -117,14 +135,13 @@ def test_bodies_that_cannot_be_answered(http):
         ({"prompt": "\ud800"}, 400, "not Unicode"),
         ({"prompt": [300]}, 400, "the tokens 300"),
         ({"prompt": [2**70]}, 400, "expected a text"),
-        ({"prompt": ["a"] * 13}, 429, "the queue holds 8"),
+        ({"prompt": ["a"] * 13}, 413, "and the server holds 12"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "without stream"),
         ([], 400, "the body is list"),
     ]
     for body, status, text in cases:
         answer = http.post("/v1/completions", content=json.dumps(body).encode(), headers=JSON)
         assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True)
-        assert ("retry-after" in answer.headers) == (status == 429)
     for content, kind, status in (
         (b"{", "application/json", 400),
         (b'{"prompt": "a", "top_p": NaN}', "application/json", 400),
@@ -134,6 +151,9 @@ def test_bodies_that_cannot_be_answered(http):
         answer = http.post("/v1/completions", content=content, headers={"content-type": kind})
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
+    form = {"response_format": {"type": "regex", "regex": "a(b"}, "prompt": "a"}
+    answer = http.post("/v1/completions", json=form)
+    assert (answer.status_code, "grammar" in answer.text) == (400, True)
     assert http.get("/v1/other").json()["error"]["type"] == "not_found_error"
     assert "--files FOLDER" in http.get("/v1/files").json()["error"]["message"]
     assert http.get("/v1/completions").status_code == 405
@@ -330,3 +350,35 @@ def test_prompts_are_repeated_with_their_log_probabilities(official, engine):
     only = official.completions.create(max_tokens=0, **asked)
     assert (only.choices[0].text, only.usage.completion_tokens) == ("bcd", 0)
     assert len(only.choices[0].logprobs.tokens) == 3
+
+
+@pytest.mark.soak
+def test_a_thousand_disconnects_leave_nothing():
+    async def leave(port, number, slots):
+        rng, body = random.Random(number), LONG | {"prompt": "a" * (1 + number % 60)}
+        data = json.dumps(body | {"stream": number % 2 == 0, "max_tokens": 60}).encode()
+        async with slots:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+            writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + data)
+            await writer.drain()
+            await asyncio.sleep(rng.random() * 0.05)
+            if number % 4 == 0:
+                await reader.read(200)
+            writer.transport.abort()
+
+    async def leave_all(port):
+        slots = asyncio.Semaphore(16)
+        await asyncio.gather(*(leave(port, number, slots) for number in range(1000)))
+
+    with serving(queue=64) as (service, address):
+        files = len(os.listdir("/proc/self/fd"))
+        asyncio.run(leave_all(int(address.rpartition(":")[2])))
+        wait_until(lambda: service.gate.num_open == 0)
+        wait_until(lambda: not service.thread.call(lambda engine: engine.busy).result())
+        stats = service.thread.call(lambda engine: engine.stats()).result()
+        assert stats.num_steps > 100
+        assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
+        assert not service.thread._answers
+        assert not service.thread._engine._requests
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
