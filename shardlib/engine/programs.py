@@ -128,7 +128,9 @@ class EnginePrograms:
             # All rows, also of slots: few rows may be computed with other bits.
             wanted = jnp.asarray(arrays.wants_scores)
             targets = jnp.asarray(arrays.targets)
-            scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
+            scores = _whole(
+                prompt_scores(lambda: _by_rows(self._decoding.logits(model, x)), targets, wanted)
+            )
             positions = rows.positions[last] + 1
             drawn = _drawn(logits, arrays.settings, positions, arrays.added)
         # Slots that did not decode keep their token: one that a lane draws is written after.
@@ -146,23 +148,36 @@ class EnginePrograms:
 def _drawn(logits: jax.Array, settings: Settings, positions: jax.Array, added: Any) -> Drawn:
     """Returns what `draw` does. Devices that share the vocabulary exchange it for rows first: each
     draws from its rows, and only what was drawn is gathered."""
-    scope, (count, vocab) = active(), logits.shape
-    parts = 1 if scope is None else scope.parts("vocab", vocab)
-    if scope is None or parts == 1:
-        return draw(logits, settings, positions, added)
-    axes = scope.sharding(("vocab",), (vocab,), "activations").spec[0]
-    shared, whole = (NamedSharding(scope.mesh, spec) for spec in (P(axes), P()))
-    place = jax.lax.with_sharding_constraint
+    scope, count = active(), logits.shape[0]
+    parts = 1 if scope is None else scope.mesh.size
 
-    def padded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def padded(x: jax.Array) -> jax.Array:
         # As many rows as the devices can share.
-        x = jnp.pad(x, ((0, -count % parts), *[(0, 0)] * (x.ndim - 1)))
-        return place(x, sharding)
+        return jnp.pad(x, ((0, -count % parts), *[(0, 0)] * (x.ndim - 1)))
 
-    settings, positions = jax.tree.map(lambda x: padded(x, whole), (settings, positions))
-    logits, added = jax.tree.map(lambda x: padded(x, shared), (logits, added))
-    drawn = draw(logits, settings, positions, added)
-    return jax.tree.map(lambda x: place(x, whole)[:count], drawn)
+    logits, settings, positions, added = jax.tree.map(padded, (logits, settings, positions, added))
+    added = None if added is None else _by_rows(added)
+    settings, positions = _whole((settings, positions))
+    drawn = draw(_by_rows(logits), settings, positions, added)
+    return jax.tree.map(lambda x: x[:count], _whole(drawn))
+
+
+def _by_rows(logits: jax.Array) -> jax.Array:
+    """Places [rows, vocab] by rows on all devices, if they divide them. With copies along some mesh
+    axis, XLA would gather the logits to find the likeliest."""
+    scope = active()
+    if scope is None or logits.shape[0] % scope.mesh.size:
+        return logits
+    sharding = NamedSharding(scope.mesh, P(scope.mesh.axis_names))
+    return jax.lax.with_sharding_constraint(logits, sharding)
+
+
+def _whole(tree: Any) -> Any:
+    """Places arrays whole on each device."""
+    scope = active()
+    if scope is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(scope.mesh, P()))
 
 
 class Arranger:

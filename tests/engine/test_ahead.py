@@ -73,7 +73,6 @@ def check(program, lanes):
     assert memory.alias_size_in_bytes >= program.cache_bytes
     # Neither its keys nor its values are copied.
     assert memory.temp_size_in_bytes < program.cache_bytes / 3
-    logits = (SLOTS + lanes) * config.vocab_size
     stream = 2 * rows * config.embed_dim
     sums = program.of("all-reduce", in_loop=True)
     # Attention and MLP of each layer end in a sum.
@@ -84,9 +83,11 @@ def check(program, lanes):
     rest = [c for c in program.collectives if not c.in_loop]
     # The embeddings are summed, and logits go from parts of the vocabulary to rows.
     assert [c.bytes for c in rest if c.bytes == stream and c.kind == "all-reduce"] == [stream]
-    (turned,) = program.of("all-to-all", in_loop=False)
-    assert turned.bytes == 2 * logits / program.num_devices
-    others = [c for c in rest if c is not turned and c.bytes != stream]
+    # Those of all rows if a prompt wants its log probabilities.
+    turned = program.of("all-to-all", in_loop=False)
+    share = 2 * config.vocab_size / program.num_devices
+    assert sorted(c.bytes for c in turned) == [(SLOTS + lanes) * share, rows * share]
+    others = [c for c in rest if c not in turned and c.bytes != stream]
     assert sum(c.bytes for c in others) < DRAWN_BYTES * rows
 
 

@@ -2,7 +2,8 @@
 
 A step reads every weight once, of experts those that any of its rows chose, and the keys and values
 that its rows see. Over `tensor` it sums the residual stream after attention and after the MLP of
-each layer, over `expert` after the experts; attention is repeated over `expert`.
+each layer, over `expert` after the experts; attention is repeated over `expert`, and each router is
+gathered.
 
 Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference", sections 2 and 3.
 """
@@ -195,6 +196,10 @@ def _collectives(
     for axes, count in sums:
         if axes and count:
             found.append(CollectiveCost(axes[0], "all_reduce", axes, stream, count=count))
+    if layout.expert > 1 and model.experts is not None:
+        router = float(model.embed * model.experts.number * width)
+        count = model.routed_layers
+        found.append(CollectiveCost("expert", "all_gather", ("expert",), router, count=count))
     if tensor:
         held = step.drawn * model.vocab / layout.tensor * width
         found.append(CollectiveCost("tensor", "all_to_all", tensor, held))

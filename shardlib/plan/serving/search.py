@@ -16,7 +16,7 @@ from shardlib.cost.layout import SHARDLIB, Layout
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import check_known, software_on
 from shardlib.cost.machine.rates import rates_on
-from shardlib.cost.serving.step import ServedStep, step_costs
+from shardlib.cost.serving.step import ServedStep, kv_cut, step_costs
 from shardlib.errors import RuleError
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.serving.question import ServingQuestion
@@ -30,6 +30,8 @@ _ALIKE = 0.98
 _TEMPORARY_BYTES = 2**26
 """Of tables, masks and buffers of collectives; compiled steps of 8B hold 77 MB of temporaries in
 all, with 288 rows and `tensor=8`."""
+_KEYS = 512
+"""Keys and values of each row that are read at once, twice: as they lie, and by head."""
 _LOGIT_BYTES = 12
 """Of a row and token: prompts may ask for the log probabilities of all their tokens."""
 
@@ -142,6 +144,8 @@ class Replica:
         dims, tensor = self.model.dims, self.layout.tensor
         rows = slots + chunk
         values = rows * (4 * dims.embed + 3 * dims.mlp / tensor)
+        readers = slots + chunk // self.question.lane
+        values += 2 * _KEYS * readers * dims.kv_width / kv_cut(dims, self.layout)
         held = self.model.width * values + _LOGIT_BYTES * rows * dims.vocab / tensor
         return ServingMemory(
             weights=self.weight_bytes,
