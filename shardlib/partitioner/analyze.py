@@ -214,6 +214,7 @@ class LayoutWalk:
             tuple(wants(v) for v in operation.outvars),
             tuple(plans),
             tuple(map(self._sharers, operation.invars)),
+            all(v in planned for v in operation.outvars),
         )
 
     def _sharers(self, atom: Atom) -> int:

@@ -23,7 +23,8 @@ class CutProblem:
     `operands` are the layouts of the operands, `bytes` and `result_bytes` the sizes of the whole
     operands and results. `wanted` are the dims that readers want for the results, None if unknown.
     `planned` are the dims in which rules want the results; empty without such rules. `sharers` are
-    the operations that share a move of each operand, if the cut follows the operands alone.
+    the operations that share a move of each operand, if the cut follows the operands alone, or if
+    rules place the results (`is_placed`): other readers then have the same plan.
     """
 
     factors: Factors
@@ -33,6 +34,7 @@ class CutProblem:
     wanted: tuple[Dims | None, ...]
     planned: tuple[Dims | None, ...] = ()
     sharers: tuple[int, ...] = ()
+    is_placed: bool = False
 
     def cuts(self) -> Iterator[tuple[str, Dim]]:
         """Yields each mesh axis with a factor that it cuts, the largest operand first."""
@@ -110,7 +112,8 @@ def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
     parts = math.prod(degree(axes, sizes) for axes in assignment.values())
     cost = factors.flops / parts / _FLOPS_PER_LINK_BYTE
     pairs = {(axis, factor) for factor, axes in assignment.items() for axis in axes}
-    shared = bool(problem.sharers) and pairs <= set(problem.cuts())
+    follows = {*problem.cuts(), *(problem.plans() if problem.is_placed else ())}
+    shared = bool(problem.sharers) and pairs <= follows
     sharers = problem.sharers if shared else (1,) * len(problem.operands)
     operands = zip(problem.operands, factors.operands, problem.bytes, sharers, strict=True)
     for layout, dims, size, count in operands:

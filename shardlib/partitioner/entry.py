@@ -103,16 +103,23 @@ def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> ValueLayout:
 
 
 @garbage_left()
-def execute(analyzed: PartitionedFunction, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
+def execute(
+    analyzed: PartitionedFunction,
+    scope: Scope,
+    arguments: tuple[PyTree, ...],
+    *,
+    quiet: bool = False,
+) -> PyTree:
     """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
         analyzed: The function.
         scope: The mesh and rules.
         arguments: Its arguments, in the layouts given to `analyze`.
+        quiet: Whether to log no operations that are computed whole.
     """
     traced, program = analyzed.traced, analyzed.program
-    if held := program.held_whole():
+    if not quiet and (held := program.held_whole()):
         _LOG.warning(
             "every device computes these operations whole, as no rule can cut them: %s",
             "; ".join(held),

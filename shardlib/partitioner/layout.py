@@ -5,10 +5,11 @@ axes along which the shards are terms of a sum that has not been taken yet.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,15 @@ def _common(have: Sequence[str], want: Sequence[str]) -> int:
     return count
 
 
+class _MoveStep(NamedTuple):
+    """A collective of a move, or a slice: `to` is the dim that an all-to-all cuts."""
+
+    kind: Literal["scatter", "sum", "exchange", "gather", "slice"]
+    axes: tuple[str, ...]
+    dim: int = 0
+    to: int = 0
+
+
 def moved_bytes(size: float, have: ValueLayout, want: Dims, sizes: Sizes) -> float:
     """Returns the bytes that a device receives in a move, by ring collectives.
 
@@ -113,24 +123,86 @@ def moved_bytes(size: float, have: ValueLayout, want: Dims, sizes: Sizes) -> flo
     if have.made or (have.dims == want and not have.pending):
         return 0.0
     shard = size / degree(have.axes, sizes)
-    wanted = {axis for dim in want for axis in dim}
     total = 0.0
-    # Pending axes in the target are reduce-scattered; the others are all-reduced afterwards.
-    for axis in have.pending & wanted:
-        n = sizes[axis]
-        total += shard * (n - 1) / n
-        shard /= n
-    rest = degree(tuple(have.pending - wanted), sizes)
-    total += 2 * shard * (rest - 1) / rest
-    for dim, target in zip(have.dims, want, strict=True):
-        for axis in reversed(dim[_common(dim, target) :]):
-            n = sizes[axis]
-            if axis in wanted:
-                total += shard * (n - 1) / n  # all-to-all
-            else:
-                total += shard * (n - 1)
-                shard *= n
+    for step in _move_steps(have.dims, have.pending, want):
+        n = degree(step.axes, sizes)
+        if step.kind == "sum":
+            total += 2 * shard * (n - 1) / n
+        elif step.kind == "gather":
+            total += shard * (n - 1)
+            shard *= n
+        else:
+            total += 0.0 if step.kind == "slice" else shard * (n - 1) / n
+            shard /= 1 if step.kind == "exchange" else n
     return total
+
+
+@functools.lru_cache(maxsize=65536)
+def _move_steps(have: Dims, pending: frozenset[str], want: Dims) -> tuple[_MoveStep, ...]:
+    """Returns the steps from the dims `have`, with sums pending, to the dims `want`."""
+    dims = [list(dim) for dim in have]
+    steps, left = _scatters(dims, pending, want)
+    wanted = {axis for dim in want for axis in dim}
+    if left & wanted:
+        # Sums are scattered behind axes that come from other dims: half the bytes of sums that
+        # every device holds whole.
+        others = [list(dim) for dim in dims]
+        first = _exchanges(others, want)
+        then, rest = _scatters(others, left, want)
+        if then and all(step.kind == "exchange" for step in first):
+            dims, left = others, rest
+            steps += [*first, *then]
+    if left:
+        steps.append(_MoveStep("sum", tuple(sorted(left))))
+    steps += _exchanges(dims, want)
+    for dim, target in enumerate(want):
+        steps += [_MoveStep("slice", (axis,), dim) for axis in target[len(dims[dim]) :]]
+    return tuple(steps)
+
+
+def _scatters(
+    dims: list[list[str]], pending: frozenset[str], want: Dims
+) -> tuple[list[_MoveStep], frozenset[str]]:
+    """Returns the sums over axes with which the target cuts a dim, minor to its present axes, and
+    the axes that are left; changes `dims`."""
+    left, steps = set(pending), list[_MoveStep]()
+    for dim, target in enumerate(want):
+        here = dims[dim]
+        while len(here) < len(target) and here == list(target[: len(here)]):
+            axis = target[len(here)]
+            if axis not in left:
+                break
+            steps.append(_MoveStep("scatter", (axis,), dim))
+            here.append(axis)
+            left.discard(axis)
+    return steps, frozenset(left)
+
+
+def _exchanges(dims: list[list[str]], want: Dims) -> list[_MoveStep]:
+    """Returns the moves of axes between dims by all-to-all where the order allows it, and gathers
+    of the rest; changes `dims`."""
+    steps = []
+    for dim, target in enumerate(want):
+        here, kept = dims[dim], _common(dims[dim], target)
+        while len(here) > kept:
+            axis = here[-1]
+            to = next(
+                (
+                    other
+                    for other, goal in enumerate(want)
+                    if other != dim and [*dims[other], axis] == list(goal[: len(dims[other]) + 1])
+                ),
+                None,
+            )
+            if to is None:
+                break
+            steps.append(_MoveStep("exchange", (axis,), dim, to))
+            here.pop()
+            dims[to].append(axis)
+        if len(here) > kept:
+            steps.append(_MoveStep("gather", tuple(here[kept:]), dim))
+            del here[kept:]
+    return steps
 
 
 def scattered(
@@ -160,39 +232,23 @@ def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> ja
         sizes: Devices along each mesh axis.
     """
     assert want.pending <= have.pending, f"{have} cannot become {want}"
-    if have.dims == want.dims and have.pending == want.pending:
-        return x
-    dims = [list(dim) for dim in have.dims]
-    x, pending = _scatter_sums(x, dims, have.pending - want.pending, want.dims)
-    if pending:
-        # In mesh order, so that every device names them in the same order.
-        x = lax.psum(x, tuple(axis for axis in sizes if axis in pending))
-    x = _exchange(x, dims, want.dims)
-    for dim, target in enumerate(want.dims):
-        for axis in target[len(dims[dim]) :]:
-            shard = x.shape[dim] // sizes[axis]
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * shard, shard, dim)
-            dims[dim].append(axis)
-    assert tuple(map(tuple, dims)) == want.dims
+    for step in _move_steps(have.dims, have.pending - want.pending, want.dims):
+        if step.kind == "scatter":
+            x = _psum_scatter(x, step.axes[0], step.dim)
+        elif step.kind == "sum":
+            # In mesh order, so that every device names them in the same order.
+            x = lax.psum(x, tuple(axis for axis in sizes if axis in step.axes))
+        elif step.kind == "exchange":
+            x = lax.all_to_all(
+                x, step.axes[0], split_axis=step.to, concat_axis=step.dim, tiled=True
+            )
+        elif step.kind == "gather":
+            x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        else:
+            shard = x.shape[step.dim] // degree(step.axes, sizes)
+            start = lax.axis_index(step.axes[0]) * shard
+            x = lax.dynamic_slice_in_dim(x, start, shard, step.dim)
     return x
-
-
-def _scatter_sums(
-    x: jax.Array, dims: list[list[str]], pending: frozenset[str], want: Dims
-) -> tuple[jax.Array, frozenset[str]]:
-    """Takes the pending sums over axes with which the target cuts a dim, minor to its present
-    axes."""
-    left = set(pending)
-    for dim, target in enumerate(want):
-        here = dims[dim]
-        while len(here) < len(target) and here == list(target[: len(here)]):
-            axis = target[len(here)]
-            if axis not in left:
-                break
-            x = _psum_scatter(x, axis, dim)
-            here.append(axis)
-            left.discard(axis)
-    return x, frozenset(left)
 
 
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -203,28 +259,3 @@ def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """
     x = lax.psum_scatter(jnp.moveaxis(x, dim, 0), axis, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)
-
-
-def _exchange(x: jax.Array, dims: list[list[str]], want: Dims) -> jax.Array:
-    """Moves axes between dims by all-to-all where the order allows it, and gathers the rest."""
-    for dim, target in enumerate(want):
-        here, kept = dims[dim], _common(dims[dim], target)
-        while len(here) > kept:
-            axis = here[-1]
-            to = next(
-                (
-                    other
-                    for other, goal in enumerate(want)
-                    if other != dim and [*dims[other], axis] == list(goal[: len(dims[other]) + 1])
-                ),
-                None,
-            )
-            if to is None:
-                break
-            x = lax.all_to_all(x, axis, split_axis=to, concat_axis=dim, tiled=True)
-            here.pop()
-            dims[to].append(axis)
-        if len(here) > kept:
-            x = lax.all_gather(x, tuple(here[kept:]), axis=dim, tiled=True)
-            del here[kept:]
-    return x

@@ -76,6 +76,27 @@ def test_bytes_of_ring_collectives():
     assert moved_bytes(800, whole, cut.dims, SIZES) == 0
 
 
+def test_sums_are_scattered_behind_axes_of_other_dims(mesh):
+    """`tensor` comes first, so that the sum over `fsdp` is scattered: half the bytes of a whole
+    sum. Behind an axis of its own dim a sum cannot be, and the cost says so."""
+    x = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
+    have = ValueLayout(((), ("tensor",)), frozenset({"fsdp"}))
+    to = ValueLayout((("tensor", "fsdp"), ()))
+
+    def run(x):
+        rank = jax.lax.axis_index("fsdp")
+        return move(x * (rank + 1).astype(x.dtype), have, to, SIZES)
+
+    region = jax.shard_map(run, mesh=mesh, in_specs=have.spec, out_specs=to.spec, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(region)(x), x * (1 + 2))
+    text = str(jax.make_jaxpr(region)(x))
+    assert "reduce_scatter" in text
+    assert "psum" not in text
+    assert moved_bytes(800, have, to.dims, SIZES) == 200 + 200
+    behind = ValueLayout((("tensor",), ()), frozenset({"fsdp"}))
+    assert moved_bytes(800, behind, (("fsdp", "tensor"), ()), SIZES) == 400 + 400
+
+
 def test_sums_are_taken_into_the_part_that_is_read():
     layout = ValueLayout((("tensor",), ()), frozenset({"data", "fsdp"}))
     wanted = (("tensor", "fsdp"), ())
