@@ -23,12 +23,20 @@ from shardlib.tables import Report, Table
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """The cost of a step under some rules, by the cost model of traced programs."""
+    """The cost of a step under some rules: of the program that a device runs if shardlib partitions
+    it, otherwise by the cost model of traced programs."""
 
     name: str
     seconds: float
     memory_bytes: float
     """Bytes that one device holds at the peak."""
+    unhidden_seconds: float | None = None
+    """Of a step that hides no communication; None if XLA partitions it."""
+
+    @property
+    def rank(self) -> float:
+        """Seconds by which rules on one mesh are compared. What a compiler hides is least sure."""
+        return self.seconds if self.unhidden_seconds is None else self.unhidden_seconds
 
 
 Compare = Callable[[str, AxisRules, Mapping[str, int]], tuple[Price, Mapping[str, str]]]
@@ -144,7 +152,7 @@ class FoundRules(Report):
           state and saved activations) and `capacity_bytes`.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
           model names its activations itself.
-        - `prices`: `name`, `seconds` and `memory_bytes` by the cost model of traced programs; these
+        - `prices`: `name`, `seconds`, `unhidden_seconds`, `memory_bytes` by the cost model; these
           rules come first.
         - `traffic`: `collective`, `axes` and the `bytes` that a device sends in a step.
         - `binds` and `saved`, from `priced`: seconds by rule, None if nothing else can be.
@@ -202,9 +210,18 @@ class FoundRules(Report):
         if rows:
             yield Table("axes of parameters", ("path", "logical axes"), rows)
         yield from self._other_rules()
-        rows = [(p.name, duration(p.seconds), size(p.memory_bytes)) for p in self.prices]
+        rows = [
+            (
+                p.name,
+                duration(p.seconds),
+                "-" if p.unhidden_seconds is None else duration(p.unhidden_seconds),
+                size(p.memory_bytes),
+            )
+            for p in self.prices
+        ]
         notes = [f"{best.name} is quicker"] if (best := self._quickest()) != self.prices[0] else []
-        yield Table("a step by the cost model", ("rules", "step>", "memory>"), rows, notes)
+        columns = ("rules", "step>", "nothing hidden>", "memory>")
+        yield Table("a step by the cost model", columns, rows, notes)
 
     def _other_rules(self) -> Iterator[Table]:
         whole = self.solution.seconds
@@ -221,7 +238,7 @@ class FoundRules(Report):
 
     def _quickest(self) -> Price:
         fitting = [p for p in self.prices if p.memory_bytes <= self.capacity_bytes]
-        return min(fitting or self.prices, key=lambda price: price.seconds)
+        return min(fitting or self.prices, key=lambda price: price.rank)
 
     def _rule_rows(self) -> Iterator[tuple[str, ...]]:
         """Yields a row for each name with a rule that cuts."""

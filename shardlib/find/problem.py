@@ -70,6 +70,10 @@ class Objective:
     """Layouts of tensor classes that the user has decided."""
     microbatches: int = 1
     """Parts of a batch, for each of which parameters are gathered and gradients summed."""
+    reserved_bytes: float = 0.0
+    """Memory of a device that is not for state and activations."""
+    nested_params: bool = False
+    """Whether a move of a parameter only adds or removes mesh axes, as in rules written by hand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +129,18 @@ class LayoutProblem(IntegerProgram):
         for operation in classes.operations:
             self._add_operation(operation)
         if math.isfinite(objective.capacity_bytes):
-            self.row(self.memory, -math.inf, objective.capacity_bytes)
+            left = objective.capacity_bytes - objective.reserved_bytes
+            self.row(self.memory, -math.inf, left)
 
     def forbid(self, other: Solution) -> None:
         """Forbids solutions that share more than three quarters of another's free layouts."""
         free = [
-            options[other.layouts[number]]
+            options.get(other.layouts[number])
             for number, options in self.layout_variables.items()
             if len(options) > 1
         ]
-        self.row([(col, 1.0) for col in free], -math.inf, _MOST_ALIKE * len(free))
+        same = [(col, 1.0) for col in free if col is not None]
+        self.row(same, -math.inf, _MOST_ALIKE * len(free))
 
     def solution(
         self,
@@ -183,13 +189,7 @@ class LayoutProblem(IntegerProgram):
             min(held.get(column, 0.0) for column in layouts.values())
             for layouts in self.layout_variables.values()
         )
-        have = self.objective.capacity_bytes
-        return DoesNotFitError(
-            f"no layout fits: a device needs at least {least / 2**30:.1f} GiB and has "
-            f"{have / 2**30:.1f} GiB.\n"
-            "  Use more devices, microbatches or rematerialisation, or cut the batch.",
-            int(least),
-        )
+        return does_not_fit(least + self.objective.reserved_bytes, self.objective.capacity_bytes)
 
     def _live(self) -> list[int]:
         """Returns the tensor classes that are stored or that an operation reads or writes."""
@@ -406,7 +406,8 @@ class LayoutProblem(IntegerProgram):
     def moves_so(self, edge: Edge, dims: Dims, pieces: Dims, pending: frozenset[str]) -> bool:
         """Returns whether a program moves an operand or a result so."""
         is_param = self.classes.tensors[edge.tensor].kind == "param"
-        if is_param and self.named.names and not is_nested(dims, pieces):
+        nested = bool(self.named.names) or self.objective.nested_params
+        if is_param and nested and not is_nested(dims, pieces):
             return False  # XLA would gather all of a parameter whose axes go to another dim.
         return is_sensible(dims, pieces, pending, is_param)
 
@@ -460,3 +461,13 @@ def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: boo
         changes <= limit or is_nested(dims, pieces) or (pending and changes <= limit + len(pending))
     )
     return bool(few) and keeps_blocks(dims, pieces) and keeps_blocks(pieces, dims)
+
+
+def does_not_fit(least: float, have: float) -> DoesNotFitError:
+    """Returns the error for layouts that all hold more bytes than a device has."""
+    return DoesNotFitError(
+        f"no layout fits: a device needs at least {least / 2**30:.1f} GiB and has "
+        f"{have / 2**30:.1f} GiB.\n"
+        "  Use more devices, microbatches or rematerialisation, or cut the batch.",
+        int(least),
+    )

@@ -85,7 +85,8 @@ class Questions:
     def binding(self) -> str:
         """Returns what keeps a step from being quicker."""
         objective, solution = self.problem.objective, self.solution
-        if solution.memory_bytes > _NEARLY_FULL * objective.capacity_bytes:
+        left = objective.capacity_bytes - objective.reserved_bytes
+        if solution.memory_bytes > _NEARLY_FULL * left:
             free = dataclasses.replace(objective, capacity_bytes=math.inf)
             quickest = LayoutProblem(self.problem.classes, free).solution(self.seconds)
             if quickest.seconds < solution.seconds * (1 - _GAP):

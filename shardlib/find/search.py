@@ -1,6 +1,7 @@
 """The search over meshes for the rules of one model on one cluster."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 
+from shardlib.cost.costs import RUNTIME_BYTES
 from shardlib.cost.layout import AXES, SHARDLIB, Layout
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.rates import rates_on
@@ -18,13 +20,14 @@ from shardlib.cost.traced.rules import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
 from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules, Price
+from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
-from shardlib.find.problem import LayoutProblem, Objective, Solution
+from shardlib.find.problem import LayoutProblem, Objective, Solution, does_not_fit
 from shardlib.find.questions import Questions
 from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
-from shardlib.find.traffic import predicted_traffic
+from shardlib.find.traffic import Traffic, predicted_traffic
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.mesh import abstract_mesh
@@ -43,6 +46,13 @@ _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 _NEAR = 0.05
 """Share of a step by which they must be quicker: both cost models err by a few percent."""
 
+_BONUS = {"found": _NEAR, "nested": _NEAR + 0.02}
+"""Shares of a step by which other answers must be quicker. TPU compilers turn some scattered sums
+behind a move of a weight's gradient into whole ones, which `nested` avoids."""
+_FAR = 1.3
+"""Times the seconds of the best answer by the integer program beyond which none is lowered."""
+_MOST_LOWERED = 3
+"""Meshes for which the program of a device is priced, the best ones by the traced program."""
 _ROWS = "rows over tensor"
 
 
@@ -83,23 +93,27 @@ class Search:
             PartitionError: If no answer was found in time.
         """
         counts = [(sizes, counts) for sizes in meshes if (counts := self._counts(sizes))]
+        is_one = len(counts) == 1
         order = itertools.count()
         queue: list[tuple[_Rank, int, FoundRules | tuple[int, int]]] = []
-        queue += [(_Rank(), next(order), (mesh, 0)) for mesh in range(len(counts))]
         outcome = _Outcome()
+        for mesh, (sizes, _) in enumerate(counts):
+            if not self._is_full(sizes, outcome):
+                queue.append((_Rank(), next(order), (mesh, 0)))
         while queue:
             rank, _, task = heapq.heappop(queue)
             if isinstance(task, FoundRules):
-                return dataclasses.replace(task, late=tuple(outcome.late))
+                best = task if is_one else self._refined(task, outcome.found, seconds)
+                return dataclasses.replace(best, late=tuple(outcome.late))
             mesh, tried = task
             sizes, numbers = counts[mesh]
-            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds)
+            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds, lowers=is_one)
             answer = outcome.of(solve, sizes)
             at = dataclasses.replace(Layout.of(sizes), microbatches=numbers[tried])
             self._tell(at, answer)
             if answer is not None:
                 rank = self._rank(answer)
-                if answer.prices[0].memory_bytes <= self.capacity_bytes:
+                if self._fits(answer):
                     heapq.heappush(queue, (rank, next(order), answer))
                     continue
             if tried + 1 < len(numbers):
@@ -107,6 +121,23 @@ class Search:
         if outcome.found:
             return dataclasses.replace(min(outcome.found, key=self._rank), late=tuple(outcome.late))
         self._refuse(outcome)
+
+    def _refined(self, best: FoundRules, found: Sequence[FoundRules], seconds: float) -> FoundRules:
+        """Returns the quickest of the best meshes by the program that a device runs."""
+        if self.traced.names:
+            return best
+        near = [one for one in found if self._fits(one)]
+        answers = []
+        for one in sorted(near, key=self._rank)[:_MOST_LOWERED]:
+            with contextlib.suppress(DoesNotFitError, PartitionError):
+                sizes, parts = dict(one.sizes), one.microbatches
+                answers.append(self.on_mesh(sizes, parts, seconds, lowers=True))
+                self._tell(Layout.of(sizes), answers[-1])
+        fitting = [one for one in answers if self._fits(one)]
+        return min(fitting, key=self._rank, default=best)
+
+    def _fits(self, found: FoundRules) -> bool:
+        return found.prices[0].memory_bytes <= self.capacity_bytes
 
     def _tell(self, at: Layout, answer: FoundRules | None) -> None:
         took = "no answer" if answer is None else f"{duration(answer.prices[0].seconds)} a step"
@@ -126,7 +157,7 @@ class Search:
     def _rank(self, found: FoundRules) -> "_Rank":
         # Devices along an axis that no rule names would all compute the same.
         mesh = abstract_mesh(found.mesh_text, self.cluster.num_devices)
-        return _Rank(bool(found.rules.idle(mesh)), found.prices[0].seconds)
+        return _Rank(bool(found.rules.idle(mesh)), found.prices[0].rank)
 
     def _counts(self, sizes: Mapping[str, int]) -> list[int]:
         """Returns the numbers of microbatches to try, ascending, from the first that may fit."""
@@ -141,75 +172,116 @@ class Search:
         """Returns bytes that a device holds at least: state and saved activations in all pieces."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         tensors = self.classes.tensors
+        saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
+        return self._state_bytes(sizes) + saved / layout.num_devices
+
+    def _state_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Returns bytes of state that a device holds, in all pieces."""
         held = sum(
             t.elements * t.copies * (self.traced.state_bytes if t.trained else t.width)
-            for t in tensors
+            for t in self.classes.tensors
         )
-        saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
-        return held / (layout.fsdp * layout.tensor) + saved / layout.num_devices
+        return held / (sizes["fsdp"] * sizes["tensor"])
 
-    def on_mesh(self, sizes: dict[str, int], microbatches: int, seconds: float) -> FoundRules:
-        """Returns the rules for one mesh: by the cost model of traced programs the quickest of what
-        the integer program finds, and of rules written by hand for the names of the model."""
+    def _is_full(self, sizes: Mapping[str, int], outcome: "_Outcome") -> bool:
+        """Returns whether the state alone does not fit, so that there is nothing to solve."""
+        least = self._state_bytes(sizes) + RUNTIME_BYTES[self.cluster.platform]
+        if least > self.capacity_bytes:
+            outcome.refused.append(does_not_fit(least, self.capacity_bytes))
+        return least > self.capacity_bytes
+
+    def on_mesh(
+        self, sizes: dict[str, int], microbatches: int, seconds: float, *, lowers: bool
+    ) -> FoundRules:
+        """Returns the rules for one mesh: the quickest of what the integer program finds, and of
+        rules written by hand for the names of the model.
+
+        Args:
+            sizes: Devices along each mesh axis.
+            microbatches: Parts of a batch.
+            seconds: The time limit of each solution.
+            lowers: Whether to price the program that a device runs, and more answers.
+        """
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
-        objective = self._objective(layout)
+        lowers = lowers and not self.traced.names
+        problem = self._problem(self._objective(layout), sizes)
+        best = problem.solution(seconds)
+        own = self._answer("found", problem, best, layout, lowers)
+        answers = [own]
+        for name, solution in self._by_hand(problem, seconds):
+            answers.append(self._answer(name, problem, solution, layout, lowers))
+        for name, objective in self._otherwise(problem.objective, layout, own, lowers):
+            with contextlib.suppress(DoesNotFitError, PartitionError):
+                other = self._problem(objective, sizes)
+                solution = other.solution(seconds)
+                if solution.seconds < _FAR * best.seconds:
+                    answers.append(self._answer(name, other, solution, layout, lowers))
+
+        def rank(answer: _Answer) -> tuple[bool, float]:
+            bonus = _BONUS.get(answer.name, 0.0) * own.price.rank
+            return answer.price.memory_bytes > self.capacity_bytes, answer.price.rank - bonus
+
+        ranked = sorted(answers, key=rank)
+        chosen = ranked[0]
+        prices = [answer.price for answer in ranked]
+        if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
+            alone = Layout(fsdp=layout.num_devices, microbatches=microbatches)
+            rules = fsdp_alone(self.traced.module.axes)
+            prices.append(self._price(f"fsdp={layout.num_devices}", rules, alone, lowers))
+        return FoundRules(
+            sizes,
+            self.cluster.name,
+            chosen.named.rules,
+            self.classes,
+            chosen.named.by_class,
+            chosen.solution,
+            tuple(prices),
+            self.capacity_bytes,
+            chosen.traffic,
+            Questions(chosen.problem, chosen.solution, chosen.named.by_class, seconds),
+            functools.partial(self.compared, microbatches),
+        )
+
+    def _problem(self, objective: Objective, sizes: Mapping[str, int]) -> LayoutProblem:
         problem = LayoutProblem(self.classes, objective)
         for other in self.forbidden:
             if other.sizes == sizes:
                 problem.forbid(other.solution)
-        solutions = {"found": problem.solution(seconds)} | dict(self._by_hand(problem, seconds))
-        answers = {n: self._answer(n, problem, one, layout) for n, one in solutions.items()}
-        own = answers["found"]
-        if (rows := self._cut_rows(layout, own[0], seconds)) is not None:
-            answers[_ROWS] = rows
-
-        def rank(answer: Any) -> tuple[bool, float]:
-            price, bonus = answer[0], _NEAR * own[0].seconds * (answer is own)
-            return price.memory_bytes > self.capacity_bytes, price.seconds - bonus
-
-        ranked = sorted(answers.values(), key=rank)
-        _, named, solution, problem = ranked[0]
-        prices = [price for price, *_ in ranked]
-        if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
-            alone = Layout(fsdp=layout.num_devices, microbatches=microbatches)
-            rules = fsdp_alone(self.traced.module.axes)
-            prices.append(self._price(f"fsdp={layout.num_devices}", rules, alone))
-        return FoundRules(
-            sizes,
-            self.cluster.name,
-            named.rules,
-            self.classes,
-            named.by_class,
-            solution,
-            tuple(prices),
-            objective.capacity_bytes,
-            predicted_traffic(problem, solution),
-            Questions(problem, solution, named.by_class, seconds),
-            functools.partial(self.compared, microbatches),
-        )
+        return problem
 
     def _answer(
-        self, name: str, problem: LayoutProblem, solution: Solution, layout: Layout
-    ) -> tuple[Price, NamedAxes, Solution, LayoutProblem]:
+        self, name: str, problem: LayoutProblem, solution: Solution, layout: Layout, lowers: bool
+    ) -> "_Answer":
         named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
-        return self._price(f"{name}, {layout}", named.rules, layout), named, solution, problem
+        price = self._price(f"{name}, {layout}", named.rules, layout, lowers)
+        sent = self._workload(named.rules, lowers).traffic(layout) if lowers else None
+        traffic = predicted_traffic(problem, solution) if sent is None else sent
+        return _Answer(name, price, named, solution, problem, traffic)
 
-    def _cut_rows(
-        self, layout: Layout, own: Price, seconds: float
-    ) -> tuple[Price, NamedAxes, Solution, LayoutProblem] | None:
-        """Returns the answer that cuts the rows of the batch over `tensor` as well; None where a
-        cut of other dims is quicker than to leave `tensor` idle."""
+    def _otherwise(
+        self, objective: Objective, layout: Layout, own: "_Answer", lowers: bool
+    ) -> Iterator[tuple[str, Objective]]:
+        """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, with the
+        rows of the batch cut over `tensor` as well, or without `tensor`.
+
+        The integer program misses some costs of a program, so that answers that it finds alike may
+        differ once they are lowered. Without lowering, rows are cut where leaving `tensor` idle is
+        as quick as a cut of other dims.
+        """
+        if layout.tensor == 1 or self.given is not None:
+            return
+        if lowers:
+            yield "nested", dataclasses.replace(objective, nested_params=True)
+            links = {a: link for a, link in objective.network.links.items() if a != "tensor"}
+            yield "without tensor", dataclasses.replace(objective, network=Network(links))
+        else:
+            alone = fsdp_alone(self.traced.module.axes)
+            idle = self._price("idle", alone, layout, lowers)
+            if own.price.seconds < (1 - _NEAR) * idle.seconds:
+                return
         rows = layout.batch_shards * layout.tensor * layout.microbatches
-        if layout.tensor == 1 or self.workload.batch % rows:
-            return None
-        idle = self._price("idle", fsdp_alone(self.traced.module.axes), layout)
-        if self.given is not None or own.seconds < (1 - _NEAR) * idle.seconds:
-            return None
-        problem = LayoutProblem(self.classes, self._objective(layout, (*BATCH_AXES, "tensor")))
-        try:
-            return self._answer(_ROWS, problem, problem.solution(seconds), layout)
-        except (DoesNotFitError, PartitionError):
-            return None
+        if self.workload.batch % rows == 0:
+            yield _ROWS, self._objective(layout, (*BATCH_AXES, "tensor"))
 
     def compared(
         self, microbatches: int, name: str, rules: AxisRules, sizes: Mapping[str, int]
@@ -222,7 +294,7 @@ class Search:
             path: ", ".join("+".join(axes) or "-" for axes in from_spec(p.spec, len(p.shape)).dims)
             for path, p in placed.items()
         }
-        return self._price(name, rules, layout), shown
+        return self._price(name, rules, layout, not self.traced.names), shown
 
     def _by_hand(self, problem: LayoutProblem, seconds: float) -> Iterator[tuple[str, Solution]]:
         """Yields the solutions of rules written by hand that have all names of the model."""
@@ -237,14 +309,26 @@ class Search:
             except (DoesNotFitError, PartitionError):
                 continue
 
-    def _price(self, name: str, rules: AxisRules, layout: Layout) -> Price:
-        step = dataclasses.replace(self.workload.step, rules=rules)
-        workload = dataclasses.replace(self.workload, step=step)
-        return Price(
-            name,
-            workload.step_time(layout, self.cluster).total,
-            workload.peak_memory(layout, self.cluster).total,
-        )
+    def _price(self, name: str, rules: AxisRules, layout: Layout, lowers: bool) -> Price:
+        workload = self._workload(rules, lowers)
+        time = workload.step_time(layout, self.cluster).total
+        memory = workload.peak_memory(layout, self.cluster).total
+        unhidden = workload.unhidden_seconds(layout, self.cluster) if lowers else None
+        return Price(name, time, memory, unhidden)
+
+    def _workload(self, rules: AxisRules, lowers: bool) -> Any:
+        """Returns the step under rules: as shardlib partitions it, or as a traced program."""
+        return self._workloads(rules, lowers)
+
+    @functools.cached_property
+    def _workloads(self) -> Any:
+        def under(rules: AxisRules, lowers: bool) -> TracedWorkload:
+            if lowers:
+                return lowered(self.workload, rules, self.cluster.platform)
+            step = dataclasses.replace(self.workload.step, rules=rules)
+            return dataclasses.replace(self.workload, step=step)
+
+        return functools.lru_cache(64)(under)
 
     def _objective(self, layout: Layout, cut_rows: Sequence[str] = BATCH_AXES) -> Objective:
         links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
@@ -262,6 +346,7 @@ class Search:
             state_bytes=self.traced.state_bytes,
             saved_scale=self._saved_scale(layout),
             capacity_bytes=self.capacity_bytes,
+            reserved_bytes=RUNTIME_BYTES[self.cluster.platform],
             param_axes=PARAM_AXES,
             batch_axes=frozenset(batch),
             pinned_axes=pinned,
@@ -275,7 +360,8 @@ class Search:
         counted = sum(tensor.saved_bytes for tensor in self.classes.tensors) / layout.batch_shards
         alone = dataclasses.replace(layout, tensor=1)
         memory = self.workload.peak_memory(alone, self.cluster)
-        held = memory.total - memory.params - memory.gradients - memory.optimizer
+        state = memory.params + memory.gradients + memory.optimizer
+        held = memory.total - state - memory.runtime
         return held / counted if counted else 0.0
 
     def _pinned_params(self, layout: Layout) -> dict[int, Dims]:
@@ -309,6 +395,17 @@ class _Rank(NamedTuple):
 
     idle: bool = False
     seconds: float = 0.0
+
+
+class _Answer(NamedTuple):
+    """Rules for one mesh."""
+
+    name: str
+    price: Price
+    named: NamedAxes
+    solution: Solution
+    problem: LayoutProblem
+    traffic: Traffic
 
 
 @dataclasses.dataclass(frozen=True)

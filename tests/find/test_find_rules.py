@@ -100,11 +100,11 @@ def test_the_mesh_is_found():
 
 @pytest.mark.mesh
 def test_microbatches_are_found_where_memory_needs_them():
-    """Half of the memory of a step leaves room for its state, but for part of its activations."""
+    """A part of the memory of a step leaves room for its state, but for part of its activations."""
     options = {"rows": 64, "mesh": "fsdp=8"}
     whole = find(large, **options)
     assert whole.microbatches == 1
-    memory = 0.7 * whole.prices[0].memory_bytes
+    memory = 0.85 * whole.prices[0].memory_bytes
     found = find(large, memory_bytes=memory, **options)
     assert found.microbatches > 1
     assert found.prices[0].memory_bytes <= memory

@@ -18,6 +18,7 @@ from shardlib.cost.traced.layout import (
     ValueSharding,
     contracted,
     merged,
+    nbytes,
     replicated,
     reshaped,
 )
@@ -343,6 +344,31 @@ def logical_axes_of(equation: Equation) -> tuple[tuple[str | None, ...] | None, 
     return tuple(names), kind
 
 
+def _collective(kind: str) -> Rule:
+    """Returns the rule of a collective that a program of one device calls by name."""
+
+    def rule(
+        spread: Spreading, equation: Equation, laids: list[ValueSharding]
+    ) -> list[ValueSharding]:
+        params = equation.params
+        axes = params["axes"] if "axes" in params else params["axis_name"]
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        buffers = equation.outvars if kind == "all_gather" else equation.invars
+        for buffer, laid in zip(buffers, laids, strict=True):
+            spread.send(kind, axes, nbytes(buffer.aval), of_param=laid.is_param)
+        pairs = zip(equation.outvars, laids, strict=True)
+        return [dataclasses.replace(replicated(v.aval), is_param=x.is_param) for v, x in pairs]
+
+    return rule
+
+
+COLLECTIVES: dict[str, Rule] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _collective("all_reduce")),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _collective("all_gather")),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), _collective("reduce_scatter")),
+    "all_to_all": _collective("all_to_all"),
+}
+"""Rules of collectives between the programs of single devices."""
 REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and"),
     *("reduce_xor", "argmax", "argmin"),
@@ -358,5 +384,6 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _scatter),
     "sharding_constraint": _constraint,
+    **COLLECTIVES,
 }
 """Layout rules of the primitives that are not elementwise."""

@@ -99,8 +99,11 @@ class TracedStep:
             layout: Layout with the degrees and `zero`.
             parts: Number of microbatches that the traced batch is split into.
         """
-        mesh, zero = layout.sizes, layout.zero
-        return self._summed(mesh, zero, parts), self._updated(mesh, zero)
+        return self._summed(layout.sizes, layout.zero, parts), self.update_costs(layout)
+
+    def update_costs(self, layout: Layout) -> Tally:
+        """Returns the costs of one device for the update."""
+        return self._updated(layout.sizes, layout.zero)
 
     def places(self, layout: Layout) -> Places:
         """Returns the placements of parameters, model state, gradients and optimizer state.
