@@ -8,8 +8,9 @@ A question is a published model (dense of 1B to 405B, or with experts), a cluste
 run keeps all activations, in one microbatch, with the state sharded over all devices, so that it
 seldom fits. Its proposals are the first plan of `shardlib plan CONFIG --on CLUSTER`, and the first
 three fixes that `shardlib explain CONFIG --on CLUSTER` would compile. Each is compiled ahead of
-time with its settings. The predicted peak is that of the cost model without the memory of the
-runtime, which is in no program; whether a proposal fits is read from the program's peak.
+time with its settings, except an optimizer state in host memory on GPUs: XLA refuses to compile it
+for GPUs that are not attached. The predicted peak is that of the cost model without the memory of
+the runtime, which is in no program; whether a proposal fits is read from the program's peak.
 
 The last line is JSON: `questions` and `proposals`; `compiled`, those whose programs are stored;
 `out_of_memory`, those that do not fit; `within_8%`, a share, and `off`, those that are not in it;

@@ -81,7 +81,8 @@ def _saved(policy: str) -> Any:
     if policy.startswith(_SAVE):
         return policies.save_only_these_names(*_names(policy))
     scope = active()
-    check_host_memory(scope.mesh if scope else None, f"remat policy {policy!r}")
+    mesh = scope.mesh if scope else None
+    check_host_memory(mesh, f"remat policy {policy!r}", on_absent_gpus=True)
     return policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=list(_names(policy)),

@@ -121,8 +121,12 @@ def test_jax_has_a_cache_that_cannot_give_programs_for_absent_devices(tmp_path, 
         compilation_cache.reset_cache()
 
 
-def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
-    pytest.importorskip("libtpu", reason="needs the extra tpu")
+@pytest.mark.rest("aot")
+@pytest.mark.parametrize(
+    ("cluster", "module"), [("v5e-1", "libtpu"), ("1xh100", "jax_cuda12_plugin")]
+)
+def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak(cluster, module):
+    pytest.importorskip(module, reason="needs a compiler")
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["wide"],
@@ -140,7 +144,7 @@ def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     here = NamedSharding(abstract_mesh(data=1), P(), memory_kind="device")
     shapes = (32, 256, 4096), (2048, 256)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here) for shape in shapes]
-    found = compile_step(jax.jit(jax.grad(loss)), arguments, on=parse_cluster("v5e-1"))
+    found = compile_step(jax.jit(jax.grad(loss)), arguments, on=parse_cluster(cluster))
     stats = found.compiled.memory_analysis()
     assert stats.host_temp_size_in_bytes >= 32 * 2048 * 4096 * 4
     # XLA's peak is that of the host's memory, so that the one by live ranges counts.

@@ -12,6 +12,9 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.errors import MeshError
+from shardlib.explain.aot.topology import devices_of
+from shardlib.hardware import parse_cluster
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.optim.ema import average_params, ema_params
 from shardlib.registry import DataSpec
@@ -170,6 +173,15 @@ def test_a_platform_without_host_memory_is_named():
     assert missing_host_memory("cpu", ["device", "pinned_host"], "this") is None
     text = missing_host_memory("neuron", ["device"], "an optimizer state in host memory")
     assert re.search("needs pinned_host memory, but the neuron .*\n  Leave it out, or", text)
+
+
+@pytest.mark.aot
+def test_gpus_that_are_not_attached_have_host_memory_for_activations_alone():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    mesh = sl.make_mesh("data=8", devices=devices_of(parse_cluster("8xh100")))
+    check_host_memory(mesh, "this", on_absent_gpus=True)
+    with pytest.raises(MeshError, match=r"^this needs pinned_host .* none that is known"):
+        check_host_memory(mesh, "this")
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from shardlib.cost.machine.kernels import (
     matmul,
 )
 from shardlib.cost.transformer.flops import attention_flops
-from shardlib.cost.workload import Job, Matmul, Transformer
+from shardlib.cost.workload import NONE, Job, Matmul, Transformer
 
 _EMBED_PASSES = {"compiled": (8, 8), "kernels": (11, 17), "eager": (14, 22)}
 _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
@@ -65,6 +65,12 @@ class Device:
     def reruns(self) -> bool:
         """Whether the layers run a second time because a pipeline keeps only their inputs."""
         return self.software.rerun_chunks and self.layout.stage > 1
+
+    @property
+    def in_ranges(self) -> bool:
+        """Whether some layers of a device follow a remat policy, in a loop of their own, and the
+        layers after them keep everything. Pipelines count as one loop."""
+        return self.layout.stage == 1 and self.job.remat != NONE and 0 < self.job.remat_share < 1
 
     @property
     def slots(self) -> float:

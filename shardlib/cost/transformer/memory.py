@@ -44,9 +44,9 @@ def peak_memory(
     """
     device = computation.Device(job, layout, software)
     held = communication.local_weights(device)
-    base = _through_the_step(device, cluster, held, dropout=dropout)
+    base, recomputing = _through_the_step(device, cluster, held, dropout=dropout)
     if software.keeps_traced:
-        phases = program_memory.phases(device, cluster, held)
+        phases = program_memory.phases(device, cluster, held, recomputing)
         if layout.offload_optimizer:
             phases += (program_memory.update(device, held),)
     else:
@@ -60,13 +60,13 @@ def _through_the_step(
     held: communication.LocalWeights,
     *,
     dropout: bool,
-) -> Phase:
+) -> tuple[Phase, float]:
     """Returns the bytes alive in every phase: state, runtime, and activations for the backward
-    pass."""
+    pass. Also returns the part of the activations that layers under the remat policy keep."""
     job, layout = device.job, device.layout
     optimizer = held.trained(job).total / layout.fsdp
     optimizer /= layout.data * layout.expert if layout.shard_optimizer else 1
-    kept, host = _activations(device, cluster, dropout=dropout)
+    kept, others, host = _activations(device, cluster, dropout=dropout)
     waiting = device.tokens * _layers_in_flight(job, layout, reruns=device.reruns)
     inputs = 0.0
     if device.reruns:
@@ -74,13 +74,14 @@ def _through_the_step(
         inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
     moments = optimizer * job.moment_bytes
     away = moments if layout.offload_optimizer else 0.0
-    return {
-        "params": _param_bytes(device, held, optimizer),
+    base = {
+        "params": _param_bytes(device, cluster, held, optimizer),
         "optimizer": moments - away,
-        "activations": waiting * kept + inputs,
+        "activations": waiting * (kept + others) + inputs,
         "runtime": RUNTIME_BYTES[cluster.platform],
         "host": waiting * host + away,
     }
+    return base, waiting * kept
 
 
 def _published_phases(
@@ -115,9 +116,9 @@ def _recomputed(device: computation.Device) -> float:
 
 def _activations(
     device: computation.Device, cluster: Cluster, *, dropout: bool
-) -> tuple[float, float]:
-    """Returns the bytes per token and layer, averaged over layers: on the device, and on the
-    host."""
+) -> tuple[float, float, float]:
+    """Returns the bytes per token and layer, averaged over layers: of layers under the remat
+    policy, of the others, and on the host."""
     job, layout, software = device.job, device.layout, device.software
     share = 0.0 if job.remat == NONE else job.remat_share
     padding = program_memory.padding(job, cluster) if software.keeps_traced else 1.0
@@ -129,7 +130,7 @@ def _activations(
     elif share < 1:
         everything = dataclasses.replace(job, remat=NONE)
         others, _ = layer_activations(everything, layout, software, dropout=dropout)
-    return share * kept + (1 - share) * others, share * host
+    return share * kept, (1 - share) * others, share * host
 
 
 def _gathered(device: computation.Device) -> float:
@@ -148,7 +149,10 @@ def _gathered(device: computation.Device) -> float:
 
 
 def _param_bytes(
-    device: computation.Device, held: communication.LocalWeights, optimizer: float
+    device: computation.Device,
+    cluster: Cluster,
+    held: communication.LocalWeights,
+    optimizer: float,
 ) -> float:
     """Returns the bytes of parameters. If `data` shards the state, there are also whole copies in
     the compute dtype. Programs of shardlib have such copies of the layers, and so have stages with
@@ -161,6 +165,9 @@ def _param_bytes(
     exchanged = device.slots > 1
     if device.software.keeps_traced and (job.param_bytes > job.compute_bytes or exchanged):
         copied = (held.dense + held.routed) * device.slots * job.compute_bytes
+        # On TPUs microbatches share the copy of all layers, and each cuts it into ranges again.
+        again = device.in_ranges and layout.microbatches > 1 and cluster.platform == "tpu"
+        copied *= 1 + again
     return (held.total * job.param_bytes + copied) / cut
 
 

@@ -6,6 +6,7 @@ by hidden width, of the vocabulary table, or of the weights of a layer. If XLA c
 two layouts, the larger one counts.
 """
 
+import dataclasses
 import math
 
 from shardlib.cost.layout import Layout
@@ -15,7 +16,7 @@ from shardlib.cost.transformer.communication import (
     exchanges_vectors,
 )
 from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, qkv_width
-from shardlib.cost.workload import Job
+from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import Cluster
 
 Phase = dict[str, float]
@@ -36,7 +37,10 @@ _RESIDUALS_AT_ONCE = 6
 input of both branches, the incoming gradient, the gradients of gate and up, and their sum."""
 _MATRICES_AT_ONCE = 2
 """Matrices of the largest kind alive at the same time: the next one is gathered while one is in
-use."""
+use. Gate and up of an MLP count as one."""
+_GATED_AT_ONCE = {"tpu": 1.5}
+"""The same for a gated MLP, where it is fewer. Programs for TPUs hold gate, up and the gradient of
+one of them before it is scattered."""
 _ALONE = 2
 """Further hidden vectors per row on GPUs where a device has one expert and keeps no product."""
 _ROUTED_HIDDEN = 7
@@ -44,16 +48,29 @@ _ROUTED_HIDDEN = 7
 element."""
 
 
-def phases(device: Device, cluster: Cluster, held: LocalWeights) -> tuple[Phase, ...]:
+def phases(
+    device: Device, cluster: Cluster, held: LocalWeights, recomputing: float
+) -> tuple[Phase, ...]:
     """Returns what differs in the head, and in the backward pass of the layers.
+
+    Layers that keep everything come after those that recompute. Their backward pass is a loop of
+    its own, before the gradients of the others are allocated, and frees what they keep.
 
     Args:
         device: The job on one device.
         cluster: Cluster whose compiler builds the program.
         held: Weights of the device before `fsdp` shards them.
+        recomputing: Bytes that the layers that recompute keep.
     """
     gradients = _gradients(device, held)
-    return _head(device, cluster, gradients), _layers(device, cluster, gradients)
+    head, layers = _head(device, cluster, gradients), _layers(device, cluster, gradients)
+    if not device.in_ranges:
+        return head, layers
+    summed, handed_on, stacked = gradients
+    last = dataclasses.replace(device, job=dataclasses.replace(device.job, remat=NONE))
+    share = 1 - device.job.remat_share
+    whole = _layers(last, cluster, (summed, handed_on, share * stacked))
+    return head, whole, {**layers, "activations": recomputing}
 
 
 def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float]) -> Phase:
@@ -92,7 +109,7 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
         "logits": logits,
         "gradients": sum(gradients) + tables,
         "recomputed": device.tokens * _at_once(device, cluster),
-        "gathered": _gathered(device),
+        "gathered": _gathered(device, cluster),
     }
 
 
@@ -188,12 +205,15 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     return residual + attention + shared + rows * routed
 
 
-def _gathered(device: Device) -> float:
-    """Returns the bytes of the parameters gathered at a time, as single matrices."""
-    layout = device.layout
+def _gathered(device: Device, cluster: Cluster) -> float:
+    """Returns the bytes of the parameters gathered at a time, as single matrices, and of their
+    gradients."""
+    layout, most = device.layout, _MATRICES_AT_ONCE
     if layout.fsdp == 1:
         return 0.0
-    return _MATRICES_AT_ONCE * largest_matrix(device) / layout.tensor * device.job.compute_bytes
+    if device.job.model.gated:
+        most = _GATED_AT_ONCE.get(cluster.platform, most)
+    return most * largest_matrix(device) / layout.tensor * device.job.compute_bytes
 
 
 def largest_matrix(device: Device) -> float:

@@ -289,23 +289,23 @@ def _described(
 def memory_of(compiled: Compiled, platform: str) -> dict[str, int]:
     """Returns the memory analysis of a compiled program, in bytes by name.
 
-    The result is empty if the platform has no memory analysis. It has no `peak` for a TPU program
-    with more temporaries in host memory than on the device: XLA then reports that of the host.
+    The result is empty if the platform has no memory analysis. It has no `peak` for a program with
+    more temporaries in host memory than on the device: XLA then reports that of the host.
     """
     stats = compiled.memory_analysis()
     if stats is None:
         return {}
     names = ("argument", "output", "alias", "temp", "generated_code")
     sizes = {name: int(getattr(stats, f"{name}_size_in_bytes", 0)) for name in names}
-    # On CPU the reported peak leaves out the temporaries.
     together = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
-    peak = together if platform == "cpu" else int(getattr(stats, "peak_memory_in_bytes", 0))
-    if platform == "tpu":
-        # The arguments in both memories, and the temporaries of the memory that has more of them.
-        peak -= int(getattr(stats, "host_argument_size_in_bytes", 0))
-        on_host = int(getattr(stats, "host_temp_size_in_bytes", 0))
-        if on_host and peak <= _ABOUT * (together - sizes["temp"] + on_host):
-            return sizes
+    if platform == "cpu":  # The reported peak leaves out the temporaries.
+        return {**sizes, "peak": together}
+    # The arguments in both memories, and the temporaries of the memory that has more of them.
+    peak = int(getattr(stats, "peak_memory_in_bytes", 0))
+    peak -= int(getattr(stats, "host_argument_size_in_bytes", 0))
+    on_host = int(getattr(stats, "host_temp_size_in_bytes", 0))
+    if on_host and peak <= _ABOUT * (together - sizes["temp"] + on_host):
+        return sizes
     return {**sizes, "peak": peak}
 
 
