@@ -173,8 +173,8 @@ def _fsdp(sizes: Sizes, how: Strategy) -> float:
     gathers = 2
     if how.recomputed and how.size("stage") > 1:
         # A backward turn of a stage starts with its forward pass, within which layers are computed
-        # again, unless it has a single one; so are the vectors that the first stage looks up.
-        gathers, exchanged = 3 if _layers(sizes, how) > 1 else 2, 1.5 * exchanged
+        # again; so are the vectors that the first stage looks up.
+        gathers, exchanged = 3, 1.5 * exchanged
     sent = how.microbatches * ((gathers + 1) * layers + 2 * vocab) + exchanged
     return part * sent * sizes.compute_bytes
 

@@ -111,7 +111,7 @@ def test_a_narrow_table_is_gathered(arguments):
 def test_a_narrow_table_of_a_slice_travels_in_two_hops(arguments, monkeypatch):
     monkeypatch.setattr("shardlib.nn.lookup.slice_axis_of", lambda scope, rows: "fsdp")
     halves = [slice(8), slice(8, None)]
-    monkeypatch.setattr("shardlib.nn.lookup.summed_columns", lambda size: halves)
+    monkeypatch.setattr("shardlib.nn.lookup.summed_columns", lambda size, chips: halves)
     table, ids, target = arguments
     narrow = table[:, : WIDTH // 2], ids, target[..., : WIDTH // 2]
     program, placed = compiled(sl.make_mesh("fsdp=8"), sl.rules.STANDARD, narrow)

@@ -88,7 +88,7 @@ def test_gradients_are_those_of_one_device(mesh, arguments):
 def test_kernels_of_a_slice_travel_in_two_hops(arguments, monkeypatch):
     monkeypatch.setattr("shardlib.nn.project.slice_axis_of", lambda scope, rows: "fsdp")
     halves = [slice(8), slice(8, None)]
-    monkeypatch.setattr("shardlib.nn.project.summed_columns", lambda size: halves)
+    monkeypatch.setattr("shardlib.nn.project.summed_columns", lambda size, chips: halves)
     monkeypatch.setattr("shardlib.nn.project.LEAST_GATHERED", 8)
     expected = jax.value_and_grad(value, argnums=(0, 1, 2, 3))(*arguments)
     program, places = compiled(sl.make_mesh("fsdp=8"), arguments)

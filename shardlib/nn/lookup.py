@@ -274,8 +274,9 @@ def _of_slice_backward(
         table = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
         table = table.at[jnp.clip(ids, -num_rows, num_rows - 1)].add(gradient)
         # The cut dim comes first; see `project`.
-        pieces = [sum_to_parts(table[rows].T, axis, 0) for rows in summed_columns(num_rows)]
-        return jnp.concatenate(pieces, axis=-1).T
+        pieces = summed_columns(num_rows, jax.lax.axis_size(axis))
+        sums = [sum_to_parts(table[rows].T, axis, 0) for rows in pieces]
+        return jnp.concatenate(sums, axis=-1).T
 
     region = manual(on_device, (axis,), (P(axis), P(axis)), P(None, axis))
     return region(ids, gradient), None

@@ -174,8 +174,8 @@ def _of_slice(
             products = jax.lax.dot_general(first, columns, ((batch, batch), ((), ())))
             return sum_to_parts(products, axis, at)
 
-        pieces = [sums(second[..., piece]) for piece in summed_columns(second.shape[-1])]
-        return jnp.concatenate(pieces, axis=-1)
+        pieces = summed_columns(second.shape[-1], jax.lax.axis_size(axis))
+        return jnp.concatenate([sums(second[..., piece]) for piece in pieces], axis=-1)
 
     rows, parts = PartitionSpec(axis), PartitionSpec(*[None] * at, axis)
     found = manual(on_device, (axis,), (rows, rows), parts)(first, second)

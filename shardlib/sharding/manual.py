@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from shardlib.errors import MeshError
 from shardlib.sharding.constrain import active, manual_axes
@@ -19,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _LANES = 128  # of a register of a TPU
 _COLUMNS = 8 * _LANES
+_MANY_CHIPS = 32
 _MOST_FACTOR = 131
 # A failed check in XLA's sharding export, seen with jaxlib 0.12 and not with 0.10.
 NESTS_IN_MESH_ORDER_ONLY = jax.__version_info__ >= (0, 11)
@@ -87,19 +89,27 @@ def sum_to_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return x
 
 
-def summed_columns(size: int) -> list[slice]:
+def summed_columns(size: int, chips: int) -> list[slice]:
     """Returns the columns of each array that `sum_to_parts` should get in place of one with `size`
-    columns, of which the first dim is cut.
+    columns, of which the first dim is cut over `chips`.
 
     It is one array, unless a prime above 131 divides the registers of a row: of sums of such rows
-    libtpu 0.0.42 makes all-reduces, for 128,256 columns over 16 chips of v5p and 64 of v5e, and not
-    for 128,000. Then the first array holds a multiple of 1,024 columns, and the second the rest.
+    libtpu 0.0.42 makes all-reduces, for 128,256 columns over 16 chips of v5p and 64 of v5e, but not
+    over 16 of v5e, and not for 128,000. Then the first array holds a multiple of 1,024 columns, and
+    the second the rest. Two arrays take more memory.
     """
-    if not _has_large_factor(size):
+    if not _has_large_factor(size) or (chips < _MANY_CHIPS and _on_v5e()):
         return [slice(None)]
     multiples = range(size // _COLUMNS * _COLUMNS, 0, -_COLUMNS)
     most = next((most for most in multiples if not _has_large_factor(most)), 0)
     return [slice(most), slice(most, size)] if most else [slice(None)]
+
+
+def _on_v5e() -> bool:
+    scope = active()
+    if scope is None or not isinstance(scope.mesh, Mesh):
+        return False
+    return scope.mesh.devices.flat[0].device_kind == "TPU v5 lite"
 
 
 def _has_large_factor(size: int) -> bool:
