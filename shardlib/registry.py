@@ -36,15 +36,15 @@ class Decoding:
     """How the engine runs the decoders of a family: pure functions of the module."""
 
     pages: Callable[..., Any]
-    """`pages(model, num_pages, page_size)`: zero `shardlib.nn.attention.Pages` of each stack of
-    layers, in a tuple."""
+    """`pages(model, num_groups, num_pages, page_size)`: zero `shardlib.nn.attention.Pages` of each
+    stack of layers, in a tuple."""
     step: Callable[..., Any]
-    """`step(model, tokens, rows, pages, max_length) -> (hidden [rows, embed], pages)`.
+    """`step(model, tokens, rows, pages, max_length) -> (hidden [groups, rows, embed], pages)`.
 
-    `tokens: [rows] int32`, `rows: shardlib.nn.attention.Rows`. A sequence has at most `max_length`
-    positions."""
+    `tokens: [groups, rows] int32`, `rows: shardlib.nn.attention.Rows`. A sequence has at most
+    `max_length` positions."""
     logits: Callable[..., Any]
-    """`logits(model, hidden [n, embed]) -> [n, vocab]`."""
+    """`logits(model, hidden [groups, n, embed]) -> [groups, n, vocab]`."""
     max_length: Callable[..., int | None]
     """`max_length(config)`: the positions that the model has; None if any number."""
 

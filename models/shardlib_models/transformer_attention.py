@@ -32,7 +32,7 @@ class Context(NamedTuple):
     max_length: int | None = None
     """With a cache: the positions that a row has."""
     rows: Rows | None = None
-    """With pages: where the rows of the only batch row belong."""
+    """With pages: where the rows of each group belong, which are its length."""
     is_local: jax.Array | None = None
     """Of one layer: whether it has the window, scalar bool; None if the config says it for all."""
     layer: jax.Array | int = 0
@@ -118,9 +118,7 @@ class Attention(nnx.Module):
         key = tag(constrain(key, "batch", "length", "kv_heads", "head_dim"), "key")
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
         if isinstance(cache, Pages):
-            assert context.rows is not None
-            cache = cache.written(context.layer, context.rows, key[0], value[0])
-            y = self._attended_pages(query[0], cache, context)[None]
+            y, cache = self._attended_pages(query, key, value, cache, context)
         else:
             if cache is not None:
                 cache = cache.written(context, key, value)
@@ -158,8 +156,11 @@ class Attention(nnx.Module):
         local, whole = functools.partial(see, config.window), functools.partial(see, None)
         return jax.lax.cond(context.is_local, local, whole, query, key, value)
 
-    def _attended_pages(self, query: jax.Array, pages: Pages, context: Context) -> jax.Array:
-        """Returns attention [rows, heads, value_dim] of rows to their sequences in pages."""
+    def _attended_pages(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, pages: Pages, context: Context
+    ) -> tuple[jax.Array, Pages]:
+        """Returns attention [groups, rows, heads, value_dim] of rows to their sequences in pages,
+        and the pages with the keys and values of the rows."""
         config, window = self.config, self.config.window
         assert context.rows is not None
         if window is not None and context.is_local is not None:
@@ -167,7 +168,7 @@ class Attention(nnx.Module):
         mask = Mask(scale=config.query_scale, softcap=config.attention_softcap)
         sinks = None if self.sinks is None else self.sinks[...]
         return attend_pages(
-            query, pages, context.layer, context.rows, mask, window=window, sinks=sinks
+            query, key, value, pages, context.layer, context.rows, mask, window=window, sinks=sinks
         )
 
 

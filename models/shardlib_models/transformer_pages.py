@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from shardlib_models.transformer import Transformer
 
 
-def pages(model: "Transformer", num_pages: int, page_size: int) -> tuple[Pages, ...]:
+def pages(
+    model: "Transformer", num_groups: int, num_pages: int, page_size: int
+) -> tuple[Pages, ...]:
     """Returns zero pages of each stack of layers, in the dtype of the embeddings."""
     config, dtype = model.config, model.token_embedding.embedding[...].dtype
     dense = config.num_dense_layers
     counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
+    sizes = num_groups, num_pages, page_size, config.kv_heads
     dims = config.head_size, config.value_size
-    return tuple(empty_pages(n, num_pages, page_size, config.kv_heads, dims, dtype) for n in counts)
+    return tuple(empty_pages(n, *sizes, dims, dtype) for n in counts)
 
 
 def step(
@@ -30,17 +33,18 @@ def step(
     pages: tuple[Cache, ...],
     max_length: int,
 ) -> tuple[jax.Array, tuple[Cache, ...] | None]:
-    """Returns the last residual stream [rows, embed] of `tokens` [rows] int32, and the pages."""
+    """Returns the last residual stream [groups, rows, embed] of `tokens` [groups, rows] int32, and
+    the pages."""
     # Rows without a sequence are padding: no expert gets them.
-    real = (rows.pages > 0).astype(jnp.int32)[None]
+    real = (jnp.asarray(rows.pages) > 0).astype(jnp.int32)
     context = Context(rows=rows, max_length=max_length, segment_ids=real)
-    x, _, written = model.hidden(tokens[None], rows.positions[None], context, pages)
-    return x[0], written
+    x, _, written = model.hidden(tokens, jnp.asarray(rows.positions), context, pages)
+    return x, written
 
 
 def logits(model: "Transformer", hidden: jax.Array) -> jax.Array:
-    """Returns the logits [n, vocab] of residual streams [n, embed]."""
-    return model.logits(hidden[None])[0]
+    """Returns the logits [groups, n, vocab] of residual streams [groups, n, embed]."""
+    return model.logits(hidden)
 
 
 def max_length(config: TransformerConfig) -> int | None:

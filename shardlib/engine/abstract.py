@@ -11,8 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms, StepArrays
-from shardlib.engine.schedule import EngineStep
+from shardlib.engine.programs import (
+    Arranger,
+    DeviceState,
+    EnginePrograms,
+    StepArrays,
+    num_groups,
+)
+from shardlib.engine.schedule import EngineStep, GroupStep
 from shardlib.engine.sizes import EngineSizes
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope
@@ -46,7 +52,7 @@ def abstract_step(
     Args:
         family, config: The model; its family has `decoding`.
         scope: The mesh, of devices that need not be there, and the rules.
-        sizes: Sizes of the engine.
+        sizes: Sizes of the engine; the groups follow from the mesh and the rules.
         num_lanes: Lanes of the step: 0 for one that decodes, more for one that reads prompts too.
         dtype: Of the parameters.
 
@@ -56,12 +62,13 @@ def abstract_step(
     model = nnx.eval_shape(lambda: family.make(config, DataSpec(), nnx.Rngs(0)))
     model.eval()
     params = abstract_params(nnx.state(model), scope, dtype)
+    sizes = dataclasses.replace(sizes, groups=num_groups(scope, params))
     programs = EnginePrograms(model, family.decoding, scope, sizes)  # type: ignore[arg-type]
     step = Arranger(dataclasses.replace(sizes, lane_counts=(num_lanes,)))
     whole = NamedSharding(scope.mesh, PartitionSpec())
     arrays = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        step.arrays(EngineStep((), ())),
+        step.arrays(EngineStep((GroupStep((), ()),) * sizes.groups)),
     )
     return AbstractStep(programs, params, programs.abstract_state(params), arrays)
 

@@ -23,10 +23,16 @@ from shardlib.engine.arguments import (
     token_ids,
 )
 from shardlib.engine.grammars import GrammarReader
-from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms, StepResult
+from shardlib.engine.programs import (
+    Arranger,
+    DeviceState,
+    EnginePrograms,
+    StepResult,
+    num_groups,
+)
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
-from shardlib.engine.schedule import EngineStep, Scheduler, SequenceState
+from shardlib.engine.schedule import EngineStep, GroupStep, Scheduler, SequenceState
 from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream
@@ -120,7 +126,8 @@ class Engine:
     Args:
         servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`. It
             is served on the mesh and by the rules that it was loaded under.
-        slots: Sequences that are continued at once.
+        slots: Sequences that are continued at once. Devices along mesh axes that cut the batch, and
+            no parameter, share them and `pages`, and have a chunk each.
         context: Most tokens of a prompt and its answer; None for all that the model and `pages`
             have, at most 4096.
         pages: Pages of the cache; None for as many as all slots need at most.
@@ -158,7 +165,9 @@ class Engine:
                 f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
                 "  Load a language model, such as Llama or GPT-2."
             )
+        params = nnx.state(servable.model)
         sizes = self._sizes = engine_sizes(
+            groups=num_groups(servable.scope, params),
             slots=slots,
             context=context,
             pages=pages,
@@ -174,7 +183,8 @@ class Engine:
         self._ends = servable.end_tokens
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self.scheduler = Scheduler(
-            num_slots=slots,
+            num_groups=sizes.groups,
+            num_slots=sizes.slots,
             num_pages=sizes.num_pages,
             page_size=page_size,
             num_lanes=chunk // lane,
@@ -183,7 +193,6 @@ class Engine:
         )
         self._programs = EnginePrograms(servable.model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes)
-        params = nnx.state(servable.model)
         if deterministic:
             check_exact(params)
         self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
@@ -325,8 +334,9 @@ class Engine:
         """Compiles all programs, so that no request waits for one."""
         with self._lock:
             for count in self._sizes.lane_counts:
-                arrays = self._arranger.arrays(EngineStep((), ()), least_lanes=count)
-                shape = len(arrays.settings.seed), self.vocab_size
+                idle = EngineStep((GroupStep((), ()),) * self._sizes.groups)
+                arrays = self._arranger.arrays(idle, least_lanes=count)
+                shape = *arrays.settings.seed.shape, self.vocab_size
                 for added in (None, np.zeros(shape, np.float32)):
                     with_added = arrays._replace(added=added)
                     self._state, _ = self._programs.run(self._params, self._state, with_added)
@@ -402,13 +412,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns what the engine holds and has done."""
         with self._lock:
-            scheduler, pool = self.scheduler, self.scheduler.pool
+            scheduler, pools = self.scheduler, self.scheduler.pools
             return EngineStats(
                 num_waiting=len(scheduler.waiting),
                 num_running=len(scheduler.running),
-                pages=pool.num_pages - 1,
-                pages_used=pool.num_used,
-                pages_idle=pool.num_idle,
+                pages=sum(pool.num_pages - 1 for pool in pools),
+                pages_used=sum(pool.num_used for pool in pools),
+                pages_idle=sum(pool.num_idle for pool in pools),
                 num_steps=self._counts["steps"],
                 num_preemptions=scheduler.num_preemptions,
                 prompt_tokens=self._counts["prompt"],
@@ -436,7 +446,7 @@ class Engine:
 
     def _read(self, step: EngineStep, result: StepResult) -> None:
         """Records the tokens of a step."""
-        if any(lane.scores for lane in step.lanes):
+        if step.scores:
             self._record_prompts(step, jax.device_get(result.scores))
         drawn = jax.device_get(result.drawn)
         for row, sequence in step.drawing(self._sizes.slots):
@@ -444,17 +454,22 @@ class Engine:
 
     def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
         """Records the log probabilities of prompts, which come before the last answer."""
-        for number, lane in enumerate(step.lanes):
+        lanes = (
+            (group, number, lane)
+            for group, part in enumerate(step.groups)
+            for number, lane in enumerate(part.lanes)
+        )
+        for group, number, lane in lanes:
             request = self._requests.get(lane.sequence)
             if not lane.scores or request is None:
                 continue
             count = len(lane.sequence.prompt) - lane.start - 1
             for offset in range(min(len(lane.tokens), count)):
-                row = self._sizes.slots + number * self._sizes.lane + offset
+                row = group, self._sizes.slots + number * self._sizes.lane + offset
                 token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
                 request.prompt_tokens[lane.start + offset + 1] = token
 
-    def _record(self, sequence: SequenceState, drawn: Drawn, row: int) -> None:
+    def _record(self, sequence: SequenceState, drawn: Drawn, row: tuple[int, int]) -> None:
         request = self._requests.get(sequence)
         token = int(drawn.tokens[row])
         self.scheduler.drawn(sequence, token)
@@ -549,10 +564,10 @@ class Engine:
         return self.tokenizer.decode(list(tokens))
 
 
-def _token(drawn: Drawn, row: int, token: int, sampling: Sampling) -> Token:
+def _token(drawn: Drawn, row: tuple[int, int], token: int, sampling: Sampling) -> Token:
     """Returns the token of a row with its log probabilities."""
     count = sampling.logprobs or 0
-    top = zip(drawn.top_tokens[row, :count], drawn.top_logprobs[row, :count], strict=True)
+    top = zip(drawn.top_tokens[row][:count], drawn.top_logprobs[row][:count], strict=True)
     pairs = tuple((int(token), float(logprob)) for token, logprob in top)
     return Token(token, float(drawn.logprobs[row]), pairs)
 

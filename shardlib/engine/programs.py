@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +16,15 @@ from jax.sharding import PartitionSpec as P
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
-from shardlib.engine.schedule import EngineStep, SequenceState
+from shardlib.engine.schedule import EngineStep, GroupStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
+from shardlib.mesh import entry_axes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
-from shardlib.sharding.constrain import Scope, active, use
+from shardlib.sharding.constrain import Scope, active, constrain, use
 
-_WHOLE: dict[str, Any] = dict.fromkeys(("batch", "length", "residual_length"))
-"""Activations that are not cut: a step has one batch row, of any length."""
+_WHOLE: dict[str, Any] = dict.fromkeys(("length", "residual_length"))
+"""Activations that are not cut: a step has rows of any number."""
 
 
 class DeviceState(NamedTuple):
@@ -30,36 +32,38 @@ class DeviceState(NamedTuple):
 
     pages: tuple[Pages, ...]
     tokens: jax.Array
-    """The last token of each slot: [slots] int32."""
+    """The last token of each slot: [groups, slots] int32."""
 
 
 class StepArrays(NamedTuple):
-    """A step as arrays."""
+    """A step as arrays, whose first dim is that of the groups."""
 
     rows: Rows
     tokens: np.ndarray
-    """Of the rows of lanes: [lanes * width] int32."""
+    """Of the rows of lanes: [groups, lanes * width] int32."""
     last_rows: np.ndarray
-    """Of each lane, the row of its last token; then any row, as often as needed: [n] int32."""
+    """Of each lane, the row of its last token; then any row, as often as needed: [groups, n]
+    int32."""
     slots: np.ndarray
-    """The slot of each lane that draws a token, and of others the number of slots: [n] int32."""
+    """The slot of each lane that draws a token, and of others the number of slots: [groups, n]
+    int32."""
     settings: Settings
-    """Of slots, then of `last_rows`."""
+    """Of slots, then of `last_rows`: [groups, drawn] each."""
     added: np.ndarray | None
-    """Of the same rows, what is added to the logits: [rows, vocab] float32."""
+    """Of the same rows, what is added to the logits: [groups, drawn, vocab] float32."""
     targets: np.ndarray
-    """The token after each row of a lane, where it is known: [rows] int32."""
+    """The token after each row of a lane, where it is known: [groups, rows] int32."""
     wants_scores: np.ndarray
-    """Whether any lane wants the log probabilities of its targets: [] bool."""
+    """Whether any lane of a group wants the log probabilities of its targets: [groups] bool."""
 
 
 class StepResult(NamedTuple):
     """What the host reads of a step."""
 
     drawn: Drawn
-    """Of slots, then of `last_rows`."""
+    """Of slots, then of `last_rows`: [groups, drawn] each."""
     scores: Drawn
-    """Of the targets of all rows, if any are wanted."""
+    """Of the targets of all rows, if any are wanted: [groups, rows] each."""
 
 
 class EnginePrograms:
@@ -76,7 +80,8 @@ class EnginePrograms:
         self, model: nnx.Module, decoding: Decoding, scope: Scope | None, sizes: EngineSizes
     ):
         self._graphdef = nnx.graphdef(model)
-        self._decoding, self._scope, self._sizes = decoding, scope, sizes
+        self._decoding, self._sizes = decoding, sizes
+        self._scope = scope and serving_scope(scope, nnx.state(model))
         self._run = jax.jit(self._step, donate_argnums=1)
         self.num_traced = 0
         """Steps that have been traced, and so compiled."""
@@ -99,10 +104,11 @@ class EnginePrograms:
         )
 
     def _empty(self, params: nnx.State) -> DeviceState:
-        model = nnx.merge(self._graphdef, params)
+        model, sizes = nnx.merge(self._graphdef, params), self._sizes
         with self._scoped():
-            pages = self._decoding.pages(model, self._sizes.num_pages, self._sizes.page_size)
-        return DeviceState(pages, jnp.zeros(self._sizes.slots, jnp.int32))
+            pages = self._decoding.pages(model, sizes.groups, sizes.num_pages, sizes.page_size)
+            tokens = jnp.zeros((sizes.groups, sizes.slots), jnp.int32)
+            return DeviceState(pages, constrain(tokens, "batch", None))
 
     def run(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
@@ -119,65 +125,86 @@ class EnginePrograms:
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
     ) -> tuple[DeviceState, StepResult]:
         self.num_traced += 1
+        arrays = jax.tree.map(jnp.asarray, arrays)
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
-            tokens = jnp.concatenate([state.tokens, jnp.asarray(arrays.tokens)])
+            tokens = jnp.concatenate([state.tokens, arrays.tokens], axis=1)
             x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
-            last = jnp.concatenate([jnp.arange(num_slots), jnp.asarray(arrays.last_rows)])
-            logits = self._decoding.logits(model, x[last])
+            slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
+            last = jnp.concatenate([slots, arrays.last_rows], axis=1)
+            logits = self._decoding.logits(model, jnp.take_along_axis(x, last[..., None], axis=1))
             # All rows, also of slots: few rows may be computed with other bits.
-            wanted = jnp.asarray(arrays.wants_scores)
-            targets = jnp.asarray(arrays.targets)
-            scores = _whole(
-                prompt_scores(lambda: _by_rows(self._decoding.logits(model, x)), targets, wanted)
+            scores = prompt_scores(
+                lambda: self._decoding.logits(model, x),
+                jnp.asarray(arrays.targets),
+                jnp.any(arrays.wants_scores),
             )
-            positions = rows.positions[last] + 1
+            positions = jnp.take_along_axis(rows.positions, last, axis=1) + 1
             drawn = _drawn(logits, arrays.settings, positions, arrays.added)
-        # Slots that did not decode keep their token: one that a lane draws is written after.
-        is_active = rows.pages[:num_slots] > 0
-        slots = jnp.where(is_active, drawn.tokens[:num_slots], state.tokens)
-        slots = slots.at[arrays.slots].set(drawn.tokens[num_slots:], mode="drop")
-        return DeviceState(pages, slots), StepResult(drawn, scores)
+            result = self._whole(StepResult(drawn, scores))
+            # Slots that did not decode keep their token: one that a lane draws is written after.
+            is_active, tokens = rows.pages[:, :num_slots] > 0, result.drawn.tokens
+            slots = jnp.where(is_active, tokens[:, :num_slots], state.tokens)
+            slots = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))(
+                slots, arrays.slots, tokens[:, num_slots:]
+            )
+            return DeviceState(pages, constrain(slots, "batch", None)), result
+
+    def _whole(self, result: StepResult) -> StepResult:
+        """Returns what every process can read."""
+        if self._scope is None:
+            return result
+        whole = NamedSharding(self._scope.mesh, P())
+        return jax.lax.with_sharding_constraint(result, whole)
 
     def _scoped(self) -> contextlib.AbstractContextManager[Any]:
         if self._scope is None:
             return contextlib.nullcontext()
-        return use(self._scope.mesh, self._scope.rules.override(activations=_WHOLE))
+        return use(self._scope.mesh, self._scope.rules)
+
+
+def serving_scope(scope: Scope, params: Any) -> Scope:
+    """Returns the mesh and rules of a step. Its batch are the groups: it is cut over the mesh axes
+    of the rules' batch over which no parameter is cut."""
+    used = {
+        name
+        for leaf in jax.tree.leaves(params)
+        for entry in getattr(getattr(leaf, "sharding", None), "spec", ())
+        for name in entry_axes(entry)
+    }
+    entry = scope.sharding(("batch",), (scope.mesh.size,), "activations").spec[0]
+    axes = tuple(name for name in entry_axes(entry) if name not in used)
+    batch = "+".join(axes) or None
+    return Scope(scope.mesh, scope.rules.override(activations=_WHOLE | {"batch": batch}))
+
+
+def num_groups(scope: Scope | None, params: Any) -> int:
+    """Returns the groups of devices that have sequences of their own."""
+    if scope is None:
+        return 1
+    return serving_scope(scope, params).parts("batch", scope.mesh.size)
 
 
 def _drawn(logits: jax.Array, settings: Settings, positions: jax.Array, added: Any) -> Drawn:
-    """Returns what `draw` does. Devices that share the vocabulary exchange it for rows first: each
-    draws from its rows, and only what was drawn is gathered."""
-    scope, count = active(), logits.shape[0]
-    parts = 1 if scope is None else scope.mesh.size
+    """Returns what `draw` does of rows [groups, drawn]. Devices that share the vocabulary exchange
+    it for rows first: each draws from its rows."""
+    scope, (groups, count, vocab) = active(), logits.shape
+    axes, parts = (), 1
+    if scope is not None:
+        of_rows, of_vocab = scope.sharding(("batch", "vocab"), (groups, vocab), "activations").spec
+        parts = math.prod(scope.sizes[name] for name in entry_axes(of_vocab))
+        axes = entry_axes(of_rows) + entry_axes(of_vocab)
 
-    def padded(x: jax.Array) -> jax.Array:
-        # As many rows as the devices can share.
-        return jnp.pad(x, ((0, -count % parts), *[(0, 0)] * (x.ndim - 1)))
+    def flat(x: jax.Array) -> jax.Array:
+        # As many rows of a group as its devices can share.
+        x = jnp.pad(x, ((0, 0), (0, -count % parts), *[(0, 0)] * (x.ndim - 2)))
+        x = x.reshape(-1, *x.shape[2:])
+        if scope is None or not axes:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, P(axes)))
 
-    logits, settings, positions, added = jax.tree.map(padded, (logits, settings, positions, added))
-    added = None if added is None else _by_rows(added)
-    settings, positions = _whole((settings, positions))
-    drawn = draw(_by_rows(logits), settings, positions, added)
-    return jax.tree.map(lambda x: x[:count], _whole(drawn))
-
-
-def _by_rows(logits: jax.Array) -> jax.Array:
-    """Places [rows, vocab] by rows on all devices, if they divide them. With copies along some mesh
-    axis, XLA would gather the logits to find the likeliest."""
-    scope = active()
-    if scope is None or logits.shape[0] % scope.mesh.size:
-        return logits
-    sharding = NamedSharding(scope.mesh, P(scope.mesh.axis_names))
-    return jax.lax.with_sharding_constraint(logits, sharding)
-
-
-def _whole(tree: Any) -> Any:
-    """Places arrays whole on each device."""
-    scope = active()
-    if scope is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(scope.mesh, P()))
+    drawn = draw(*jax.tree.map(flat, (logits, settings, positions, added)))
+    return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:])[:, :count], drawn)
 
 
 class Arranger:
@@ -200,9 +227,16 @@ class Arranger:
             added: What is added to the logits of sequences: [vocab] each.
             least_lanes: Lanes that its program has at least.
         """
+        most = max(least_lanes, *(len(group.lanes) for group in step.groups))
+        lanes = next(n for n in self.sizes.lane_counts if n >= most)
+        parts = [self._of_group(group, lanes) for group in step.groups]
+        return jax.tree.map(lambda *of_groups: np.stack(of_groups), *parts)._replace(
+            added=self._added(step, added, parts[0].settings.seed.size)
+        )
+
+    def _of_group(self, group: GroupStep, count: int) -> StepArrays:
+        """Returns the work of a group as arrays with `count` lanes."""
         slots, width, page_size = self.sizes.slots, self.sizes.lane, self.sizes.page_size
-        least = max(least_lanes, len(step.lanes))
-        count = next(n for n in self.sizes.lane_counts if n >= least)
         positions, pages = (np.zeros(slots + count * width, np.int32) for _ in range(2))
         tables = np.zeros((slots, self.sizes.pages_a_row), np.int32)
         lane_tables = np.zeros((count, self.sizes.pages_a_row), np.int32)
@@ -211,12 +245,12 @@ class Arranger:
         last_rows = np.zeros(drawn - slots, np.int32)
         lane_slots = np.full(drawn - slots, slots, np.int32)
         sampling: list[Sampling | None] = [None] * drawn
-        for row in step.decodes:
+        for row in group.decodes:
             sampling[row.slot] = row.sequence.sampling
             tables[row.slot, : len(row.pages)] = row.pages
             positions[row.slot] = row.position
             pages[row.slot] = row.pages[row.position // page_size]
-        for number, lane in enumerate(step.lanes):
+        for number, lane in enumerate(group.lanes):
             lane_tables[number, : len(lane.pages)] = lane.pages
             first, size = number * width, len(lane.tokens)
             at = np.arange(lane.start, lane.start + size, dtype=np.int32)
@@ -230,16 +264,15 @@ class Arranger:
             if lane.draws:
                 lane_slots[number] = lane.slot
                 sampling[slots + number] = lane.sequence.sampling
-        rows = Rows(*map(jnp.asarray, (positions, pages, tables, lane_tables)))
         return StepArrays(
-            rows,
+            Rows(positions, pages, tables, lane_tables),
             tokens,
             last_rows,
             lane_slots,
             settings_of(sampling),
-            self._added(step, added, drawn),
+            None,
             targets,
-            np.asarray(any(lane.scores for lane in step.lanes)),
+            np.asarray(any(lane.scores for lane in group.lanes)),
         )
 
     def _added(
@@ -247,9 +280,10 @@ class Arranger:
     ) -> np.ndarray | None:
         if not added:
             return None
-        every = np.zeros((drawn, len(next(iter(added.values())))), np.float32)
-        for row, sequence in step.drawing(self.sizes.slots):
-            every[row] = added.get(sequence, 0.0)
+        vocab = len(next(iter(added.values())))
+        every = np.zeros((len(step.groups), drawn, vocab), np.float32)
+        for at, sequence in step.drawing(self.sizes.slots):
+            every[at] = added.get(sequence, 0.0)
         return every
 
 
@@ -262,7 +296,7 @@ def settings_of(sampling: Sequence[Sampling | None]) -> Settings:
     def column(name: str, dtype: Any) -> Any:
         return np.asarray([getattr(s or _GREEDY, name) for s in sampling], dtype)
 
-    wants = [s is not None and bool(s.logprobs) for s in sampling]
+    wants: Any = np.asarray([s is not None and bool(s.logprobs) for s in sampling], np.int32)
     floats = functools.partial(column, dtype=np.float32)
     return Settings(
         floats("temperature"),
@@ -270,5 +304,5 @@ def settings_of(sampling: Sequence[Sampling | None]) -> Settings:
         floats("top_p"),
         floats("min_p"),
         column("seed", np.uint32),
-        jnp.asarray(wants, jnp.int32),
+        wants,
     )

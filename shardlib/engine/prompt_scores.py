@@ -11,8 +11,8 @@ from shardlib.engine.sampling import Drawn
 
 
 def prompt_scores(
-    logits: Callable[[], Float[Array, "rows vocab"]],
-    targets: Int[Array, " rows"],
+    logits: Callable[[], Float[Array, "*rows vocab"]],
+    targets: Int[Array, "*rows"],
     is_wanted: Bool[Array, ""],
 ) -> Drawn:
     """Returns the log probability of the token after each row, and the likeliest tokens there.
@@ -28,12 +28,12 @@ def prompt_scores(
     def scores() -> Drawn:
         logprobs = jax.nn.log_softmax(logits().astype(jnp.float32), axis=-1)
         values, indices = jax.lax.top_k(logprobs, most)
-        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
         return Drawn(targets, chosen, indices.astype(jnp.int32), values)
 
     def zeros() -> Drawn:
-        shape = (len(targets), most)
-        floats = jnp.zeros(len(targets), jnp.float32), jnp.zeros(shape, jnp.float32)
+        shape = (*targets.shape, most)
+        floats = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(shape, jnp.float32)
         return Drawn(targets, floats[0], jnp.zeros(shape, jnp.int32), floats[1])
 
     return jax.lax.cond(is_wanted, scores, zeros)

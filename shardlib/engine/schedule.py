@@ -9,6 +9,7 @@ slot and pages at once, because later steps run after it.
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.page_pool import PagePool, page_key
@@ -42,6 +43,8 @@ class SequenceState:
     read_until: int = 0
     """Known tokens that are read from the host; later ones come from the step before."""
     pages: list[int] = dataclasses.field(default_factory=list)
+    group: int = 0
+    """The group of devices that its pages lie on, while it has a slot."""
     slot: int | None = None
     num_cached: int | None = None
     """Positions that were found in the cache at first."""
@@ -105,32 +108,58 @@ class Lane:
         return self.sequence.sampling.prompt_logprobs and is_prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineStep:
-    """The work of one step."""
+class GroupStep(NamedTuple):
+    """The work of one group of devices in a step."""
 
     decodes: tuple[DecodeRow, ...]
     lanes: tuple[Lane, ...]
 
-    def drawing(self, num_slots: int) -> Iterator[tuple[int, SequenceState]]:
-        """Yields the sequences that draw a token, each with its row: slots first, then lanes."""
-        for row in self.decodes:
-            yield row.slot, row.sequence
-        for number, lane in enumerate(self.lanes):
-            if lane.draws:
-                yield num_slots + number, lane.sequence
+
+class EngineStep(NamedTuple):
+    """The work of one step."""
+
+    groups: tuple[GroupStep, ...]
+
+    @property
+    def scores(self) -> bool:
+        """Whether any lane wants the log probabilities of its tokens."""
+        return any(lane.scores for group in self.groups for lane in group.lanes)
+
+    def drawing(self, num_slots: int) -> Iterator[tuple[tuple[int, int], SequenceState]]:
+        """Yields the sequences that draw a token, each with its group and row there: slots first,
+        then lanes."""
+        for number, group in enumerate(self.groups):
+            for row in group.decodes:
+                yield (number, row.slot), row.sequence
+            for lane_number, lane in enumerate(group.lanes):
+                if lane.draws:
+                    yield (number, num_slots + lane_number), lane.sequence
+
+
+class _Group:
+    """The slots and pages of a group of devices."""
+
+    def __init__(self, num_slots: int, num_pages: int):
+        self.pool = PagePool(num_pages)
+        self.running: dict[int, SequenceState] = {}
+        self.free_slots = list(range(num_slots))
+
+    def in_order(self) -> list[SequenceState]:
+        """Returns its sequences, the first to be served first."""
+        return sorted(self.running.values(), key=lambda s: s.order)
 
 
 class Scheduler:
-    """Sequences that wait, and sequences that have a slot.
+    """Sequences that wait, and sequences that have a slot in one of several groups of devices.
 
     Args:
-        num_slots: Sequences that run at once.
-        num_pages: Pages of the cache, with page 0.
+        num_slots: Sequences that run at once in a group.
+        num_pages: Pages of the cache of a group, with page 0.
         page_size: Positions of a page.
-        num_lanes: Lanes of a step at most.
+        num_lanes: Lanes of a step in a group at most.
         lane_width: Tokens of a lane at most.
-        share_prefixes: Whether sequences share the pages of equal prefixes.
+        share_prefixes: Whether sequences of a group share the pages of equal prefixes.
+        num_groups: Groups of devices.
     """
 
     def __init__(
@@ -142,14 +171,13 @@ class Scheduler:
         num_lanes: int,
         lane_width: int,
         share_prefixes: bool = True,
+        num_groups: int = 1,
     ):
-        self.pool = PagePool(num_pages)
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
         self.share_prefixes = share_prefixes
+        self._sizes = num_slots, num_pages
+        self._groups = [_Group(*self._sizes) for _ in range(num_groups)]
         self.waiting: list[SequenceState] = []
-        self.running: dict[int, SequenceState] = {}
-        self.num_slots = num_slots
-        self._free_slots = list(range(num_slots))
         self._count = 0
         self.num_preemptions = 0
         self._trial: tuple[SequenceState, int] | None = None
@@ -174,6 +202,21 @@ class Scheduler:
         return self._careful_until > 0
 
     @property
+    def pools(self) -> list[PagePool]:
+        """The pages of each group."""
+        return [group.pool for group in self._groups]
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that run at once in all groups."""
+        return self._sizes[0] * len(self._groups)
+
+    @property
+    def running(self) -> list[SequenceState]:
+        """The sequences that have a slot."""
+        return [one for group in self._groups for one in group.running.values()]
+
+    @property
     def busy(self) -> bool:
         """Whether any sequence waits or has a slot."""
         return bool(self.waiting or self.running)
@@ -184,8 +227,7 @@ class Scheduler:
         Raises:
             ModelError: If it does not fit into the cache even alone.
         """
-        longest = len(sequence.prompt) + sequence.max_tokens
-        have = self.pool.num_pages - 1
+        longest, have = len(sequence.prompt) + sequence.max_tokens, self._sizes[1] - 1
         if self._pages_for(longest) > have:
             raise ModelError(
                 f"{longest} tokens need {self._pages_for(longest)} pages, and the cache has "
@@ -215,8 +257,9 @@ class Scheduler:
 
     def forget(self) -> None:
         """Forgets all prefixes, also those that running sequences have begun."""
-        self.pool.forget()
-        for sequence in self.running.values():
+        for pool in self.pools:
+            pool.forget()
+        for sequence in self.running:
             sequence.is_stale = True
 
     def restart(self, sequences: Iterable[SequenceState], *, is_careful: bool = False) -> None:
@@ -228,9 +271,8 @@ class Scheduler:
                 found.
         """
         self._trial, self._careful_until = None, self._count if is_careful else 0
-        self.pool = PagePool(self.pool.num_pages)
-        self.waiting, self.running = [], {}
-        self._free_slots = list(range(self.num_slots))
+        self._groups = [_Group(*self._sizes) for _ in self._groups]
+        self.waiting = []
         for sequence in sequences:
             sequence.slot, sequence.pages, sequence.ended = None, [], False
             sequence.computed = sequence.in_flight = sequence.num_offered = 0
@@ -239,34 +281,37 @@ class Scheduler:
 
     def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
-        decodes = tuple(self._decodes())
-        lanes = tuple(self._lanes())
-        for row in decodes:
-            row.sequence.computed += 1
-            row.sequence.in_flight += 1
-        for sequence in {x.sequence: None for x in (*decodes, *lanes)}:
+        decodes = [tuple(self._decodes(group)) for group in self._groups]
+        lanes = self._lanes()
+        step = EngineStep(tuple(map(GroupStep, decodes, map(tuple, lanes))))
+        works = [work for group in step.groups for work in (*group.decodes, *group.lanes)]
+        for row in works:
+            if isinstance(row, DecodeRow):
+                row.sequence.computed += 1
+                row.sequence.in_flight += 1
+        for sequence in {work.sequence: None for work in works}:
             if sequence.num_drawn == sequence.max_tokens:
                 self._offer(sequence)
                 self._leave(sequence)
-        return EngineStep(decodes, lanes) if decodes or lanes else None
+        return step if works else None
 
-    def _decodes(self) -> Iterator[DecodeRow]:
+    def _decodes(self, group: _Group) -> Iterator[DecodeRow]:
         """Yields the sequences that draw one token after another, each with a page for it."""
-        for sequence in sorted(self.running.values(), key=lambda s: s.order):
+        for sequence in group.in_order():
             # A later one may have been preempted for one before it.
             is_reading = sequence.computed < sequence.read_until
-            if sequence.slot is not None and not is_reading and self._grown(sequence):
+            if sequence.slot is not None and not is_reading and self._grown(sequence, group):
                 pages = tuple(sequence.pages)
                 yield DecodeRow(sequence, sequence.slot, sequence.computed, pages)
 
-    def _grown(self, sequence: SequenceState) -> bool:
+    def _grown(self, sequence: SequenceState, group: _Group) -> bool:
         """Returns whether a sequence has a page for its next position, at the cost of the last ones
         if need be."""
         while len(sequence.pages) <= sequence.computed // self.page_size:
-            if (pages := self.pool.take(1)) is not None:
+            if (pages := group.pool.take(1)) is not None:
                 sequence.pages += pages
                 continue
-            last = max(self.running.values(), key=lambda s: s.order)
+            last = max(group.running.values(), key=lambda s: s.order)
             self._preempt(last)
             if last is sequence:
                 return False
@@ -280,17 +325,28 @@ class Scheduler:
         self.num_preemptions += 1
         self._queue(sequence)
 
-    def _lanes(self) -> Iterator[Lane]:
-        """Yields the lanes of sequences whose tokens are being read, then of new ones."""
-        left = self.num_lanes
-        for sequence in sorted(self.running.values(), key=lambda s: s.order):
-            for lane in self._lanes_of(sequence, left):
-                left -= 1
-                yield lane
-        while left and (sequence := self._admitted()) is not None:
-            for lane in self._lanes_of(sequence, left):
-                left -= 1
-                yield lane
+    def _lanes(self) -> list[list[Lane]]:
+        """Returns the lanes of each group: of sequences whose tokens are being read, then of new
+        ones."""
+        lanes: list[list[Lane]] = []
+        for group in self._groups:
+            lanes.append([])
+            for sequence in group.in_order():
+                lanes[-1] += self._lanes_of(sequence, self.num_lanes - len(lanes[-1]))
+        while self.waiting:
+            free = [
+                number
+                for number, group in enumerate(self._groups)
+                if group.free_slots and len(lanes[number]) < self.num_lanes
+            ]
+            # The idlest group first.
+            free.sort(key=lambda number: len(self._groups[number].running))
+            sequence = next(filter(None, map(self._admitted, free)), None)
+            if sequence is None:
+                break
+            mine = lanes[sequence.group]
+            mine += self._lanes_of(sequence, self.num_lanes - len(mine))
+        return lanes
 
     def _lanes_of(self, sequence: SequenceState, most: int) -> Iterator[Lane]:
         while most and sequence.computed < sequence.read_until:
@@ -305,30 +361,28 @@ class Scheduler:
             self._offer(sequence)
             yield lane
 
-    def _admitted(self) -> SequenceState | None:
-        """Returns the first waiting sequence with a slot and pages for all its tokens."""
+    def _admitted(self, number: int) -> SequenceState | None:
+        """Returns the first waiting sequence, if a group has pages for all its tokens."""
         if self.is_careful and self._is_tried():
             return None
-        if not self.waiting or not self._free_slots:
-            return None
-        sequence = self.waiting[0]
+        group, sequence = self._groups[number], self.waiting[0]
         if sequence.in_flight:
             # It was preempted, and its last tokens are not known yet.
             return None
         known = sequence.num_known
         # The last token is always computed: what follows it is not in the cache.
-        pages = self._shared(sequence, (known - 1) // self.page_size)
+        pages = self._shared(sequence, group.pool, (known - 1) // self.page_size)
         # A page more for each running sequence, or the new one is soon sent back.
         taken = None
         need = self._pages_for(known) - len(pages)
-        if self.pool.num_available >= need + len(self.running):
-            taken = self.pool.take(need)
+        if group.pool.num_available >= need + len(group.running):
+            taken = group.pool.take(need)
         if taken is None:
-            self.pool.release(pages)
+            group.pool.release(pages)
             return None
         del self.waiting[0]
-        sequence.slot = self._free_slots.pop(0)
-        self.running[sequence.slot] = sequence
+        sequence.group, sequence.slot = number, group.free_slots.pop(0)
+        group.running[sequence.slot] = sequence
         sequence.pages = [*pages, *taken]
         sequence.computed = len(pages) * self.page_size
         sequence.num_offered, sequence.read_until = len(pages), known
@@ -346,21 +400,22 @@ class Scheduler:
             self._careful_until = 0
         return False
 
-    def _shared(self, sequence: SequenceState, most: int) -> list[int]:
+    def _shared(self, sequence: SequenceState, pool: PagePool, most: int) -> list[int]:
         # The scores of a prompt are computed with its keys and values.
         if not self.share_prefixes or sequence.sampling.prompt_logprobs:
             return []
         self._extend_keys(sequence, most)
-        return self.pool.shared(sequence.keys[:most])
+        return pool.shared(sequence.keys[:most])
 
     def _offer(self, sequence: SequenceState) -> None:
         """Offers the pages that are full of known tokens."""
         if not self.share_prefixes or sequence.is_stale:
             return
+        pool = self._groups[sequence.group].pool
         full = min(sequence.computed, sequence.num_known) // self.page_size
         self._extend_keys(sequence, full)
         for number in range(sequence.num_offered, full):
-            self.pool.publish(sequence.pages[number], sequence.keys[number])
+            pool.publish(sequence.pages[number], sequence.keys[number])
         sequence.num_offered = max(sequence.num_offered, full)
 
     def _extend_keys(self, sequence: SequenceState, count: int) -> None:
@@ -374,10 +429,11 @@ class Scheduler:
         """Takes slot and pages from a sequence."""
         if sequence.slot is None:
             return
-        del self.running[sequence.slot]
-        bisect.insort(self._free_slots, sequence.slot)
+        group = self._groups[sequence.group]
+        del group.running[sequence.slot]
+        bisect.insort(group.free_slots, sequence.slot)
         sequence.slot = None
-        self.pool.release(sequence.pages)
+        group.pool.release(sequence.pages)
         sequence.pages = []
 
     def _queue(self, sequence: SequenceState) -> None:

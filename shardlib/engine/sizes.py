@@ -19,6 +19,7 @@ class EngineSizes:
     """The sizes that the compiled steps have.
 
     Attributes:
+        groups: Groups of devices, each with sequences of its own. Other sizes are of a group.
         slots: Rows that decode.
         context: Positions of a sequence.
         page_size: Positions of a page.
@@ -28,6 +29,7 @@ class EngineSizes:
         least_drawn: Rows that draw a token at least, read or not.
     """
 
+    groups: int
     slots: int
     context: int
     page_size: int
@@ -52,21 +54,26 @@ def engine_sizes(
     lane: int,
     max_length: int | None,
     deterministic: bool,
+    groups: int = 1,
 ) -> EngineSizes:
     """Returns the sizes of an engine, from arguments as `Engine` takes them.
 
     Args:
         max_length: Positions of the model; None for any number.
+        groups: Groups of devices, which share the slots and the pages.
 
     Raises:
         ModelError: If sizes do not fit.
     """
     few = {} if pages is None else {"pages": pages}
     _check(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
+    slots = -(-slots // groups)
+    pages = None if pages is None else pages // groups
     context = _context(context, max_length, None if pages is None else pages * page_size)
     lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
     fewest = math.ceil(max(least_rows - slots, 0) / lane)
     return EngineSizes(
+        groups=groups,
         slots=slots,
         context=context,
         page_size=page_size,

@@ -1,10 +1,13 @@
 """Attention to keys and values in pages, against a softmax over the keys of each sequence."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardlib as sl
 from shardlib.nn.attention import Pages, Rows, attend_pages
 from shardlib.nn.attention.mask import Mask
 
@@ -12,15 +15,29 @@ LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 16, 8, 16
 SLOTS, LANES, WIDTH, PAGES_A_ROW = 5, 2, 8, 40
 
 
-@pytest.fixture(scope="module")
-def case():
-    """A step of 4 slots with 1 to 600 keys, one without a sequence, and two lanes."""
-    rng = np.random.default_rng(0)
-    shape = (LAYERS, PAGES, PAGE)
-    key = rng.normal(size=(*shape, KV_HEADS * DIM)).astype(np.float32)
-    value = rng.normal(size=(*shape, KV_HEADS * VALUE_DIM)).astype(np.float32)
-    query = rng.normal(size=(SLOTS + LANES * WIDTH, KV_HEADS * GROUP, DIM)).astype(np.float32)
-    last = [599, 0, 130, 0, 17]
+class Step(NamedTuple):
+    """The work of a group, and the pages after it, on the host."""
+
+    arrays: tuple
+    """Query, key, value and rows."""
+    before: tuple
+    after: tuple
+    tables: list
+    """Of each row."""
+
+
+def step_of_group(seed):
+    """Returns a step of 4 slots with 1 to 600 keys, one without a sequence, and two lanes."""
+    rng = np.random.default_rng(seed)
+    count = SLOTS + LANES * WIDTH
+
+    def random(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    before = tuple(random(LAYERS, PAGES, PAGE, KV_HEADS * dim) for dim in (DIM, VALUE_DIM))
+    query = random(count, KV_HEADS * GROUP, DIM)
+    new = random(count, KV_HEADS, DIM), random(count, KV_HEADS, VALUE_DIM)
+    last = [599 - seed, 0, 130, 0, 17 + seed]
     free = iter(rng.permutation(np.arange(1, PAGES)))
     tables = np.zeros((SLOTS, PAGES_A_ROW), np.int32)
     lanes = np.zeros((LANES, PAGES_A_ROW), np.int32)
@@ -32,16 +49,57 @@ def case():
         for number in range((start + WIDTH - 1) // PAGE + 1):
             lanes[lane, number] = next(free)
     # Other sequences may leave anything in the pages that are free.
-    value[:, list(free)] = np.nan
+    before[1][:, list(free)] = np.nan
     positions = np.concatenate([last, *(np.arange(s, s + WIDTH) for s in starts)]).astype(np.int32)
     of_rows = [*tables, *np.repeat(lanes, WIDTH, axis=0)]
-    own = [table[at // PAGE] for table, at in zip(of_rows, positions, strict=True)]
-    rows = Rows(*map(jnp.asarray, (positions, np.asarray(own, np.int32), tables, lanes)))
-    return query, Pages(jnp.asarray(key), jnp.asarray(value)), rows, of_rows
+    own = np.asarray([table[at // PAGE] for table, at in zip(of_rows, positions, strict=True)])
+    after = tuple(np.copy(cache) for cache in before)
+    for cache, written in zip(after, new, strict=True):
+        cache[:, own, positions % PAGE] = written.reshape(count, -1)
+    rows = Rows(positions, own.astype(np.int32), tables, lanes)
+    return Step((query, *new, rows), before, after, of_rows)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return [step_of_group(seed) for seed in (0, 1)]
+
+
+def attended(steps, layer, options, together):
+    """Returns the attention [groups, rows, heads, value_dim] of the steps of groups, and pages."""
+    query, key, value, rows = jax.tree.map(lambda *x: np.stack(x), *(s.arrays for s in steps))
+    pages = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(step.before for step in steps))
+    mask = Mask(scale=None, softcap=options.get("softcap"))
+    given = {name: options[name] for name in ("window", "sinks") if name in options}
+    return jax.jit(
+        lambda *arrays: attend_pages(
+            *arrays[:3],
+            Pages(*arrays[3]),
+            jnp.int32(layer),
+            arrays[4],
+            mask,
+            together=together,
+            **given,
+        )
+    )(query, key, value, pages, rows)
+
+
+def check(found, pages, steps, layer, options):
+    for group, step in enumerate(steps):
+        query, _, _, rows = step.arrays
+        has_sequence = rows.pages > 0
+        wanted = expected(query, step.after, layer, rows.positions, step.tables, **options)
+        # Sums of up to 600 products in float32.
+        np.testing.assert_allclose(
+            found[group][has_sequence], wanted[has_sequence], rtol=2e-5, atol=2e-5
+        )
+        for cache, before, after in zip(pages, step.before, step.after, strict=True):
+            np.testing.assert_array_equal(cache[layer, group, 1:], after[layer, 1:])
+            np.testing.assert_array_equal(cache[1 - layer, group], before[1 - layer])
 
 
 def expected(query, pages, layer, positions, tables, *, window=None, softcap=None, sinks=None):
-    pages = [np.asarray(cache[layer]).reshape(PAGES, PAGE, KV_HEADS, -1) for cache in pages]
+    pages = [cache[layer].reshape(PAGES, PAGE, KV_HEADS, -1) for cache in pages]
     out = np.zeros((len(query), KV_HEADS * GROUP, VALUE_DIM))
     for row, (at, table) in enumerate(zip(positions, tables, strict=True)):
         first = 0 if window is None else max(at - window + 1, 0)
@@ -67,17 +125,13 @@ def expected(query, pages, layer, positions, tables, *, window=None, softcap=Non
     ],
     ids=["plain", "window", "sinks"],
 )
-def test_rows_see_the_keys_of_their_sequence(case, layer, options, together):
-    query, pages, rows, tables = case
-    mask = Mask(scale=None, softcap=options.get("softcap"))
-    given = {name: options[name] for name in ("window", "sinks") if name in options}
-    found = jax.jit(
-        lambda query, pages, rows: attend_pages(
-            query, pages, jnp.int32(layer), rows, mask, together=together, **given
-        )
-    )(query, pages, rows)
-    has_sequence = np.asarray(rows.pages) > 0
-    wanted = expected(query, pages, layer, rows.positions, tables, **options)
-    # Sums of up to 600 products in float32.
-    np.testing.assert_allclose(found[has_sequence], wanted[has_sequence], rtol=2e-5, atol=2e-5)
-    assert np.isfinite(found[has_sequence]).all()
+def test_rows_see_the_keys_of_their_sequence(steps, layer, options, together):
+    found, pages = attended(steps[:1], layer, options, together)
+    check(found, pages, steps[:1], layer, options)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_groups_have_pages_of_their_own(steps, together):
+    with sl.use(sl.make_mesh("data=2,tensor=2", devices=jax.devices()[:4]), sl.rules.STANDARD):
+        found, pages = attended(steps, 1, {"window": 200}, together)
+    check(found, pages, steps, 1, {"window": 200})

@@ -27,30 +27,36 @@ class Machine:
         self.last = {}
         self.in_flight = []
 
-    def read(self, pages, end):
-        return [self.memory[pages[at // self.size], at % self.size] for at in range(end)]
+    def read(self, group, pages, end):
+        return [self.memory[group, pages[at // self.size], at % self.size] for at in range(end)]
 
-    def write(self, pages, at, token):
-        self.memory[pages[at // self.size], at % self.size] = token
+    def write(self, group, pages, at, token):
+        self.memory[group, pages[at // self.size], at % self.size] = token
+
+    def run_group(self, number, group):
+        assert len({row.slot for row in group.decodes}) == len(group.decodes)
+        for row in group.decodes:
+            self.write(number, row.pages, row.position, self.last[number, row.slot])
+        for lane in group.lanes:
+            for at, token in enumerate(lane.tokens, lane.start):
+                self.write(number, lane.pages, at, token)
+        ends = [(row, row.position + 1) for row in group.decodes]
+        ends += [(lane, lane.start + len(lane.tokens)) for lane in group.lanes if lane.draws]
+        drawn = []
+        for row, end in ends:
+            seen = self.read(number, row.pages, end)
+            sequence = row.sequence
+            assert seen[: sequence.num_known] == sequence.tokens(0, end)
+            drawn.append((sequence, (number, row.slot), following(seen)))
+        return drawn
 
     def run(self):
         """Plans and runs a step, and makes the tokens of the step before it known."""
         step = self.scheduler.plan()
         drawn = []
         if step is not None:
-            assert len({row.slot for row in step.decodes}) == len(step.decodes)
-            for row in step.decodes:
-                self.write(row.pages, row.position, self.last[row.slot])
-            for lane in step.lanes:
-                for at, token in enumerate(lane.tokens, lane.start):
-                    self.write(lane.pages, at, token)
-            ends = [(row, row.position + 1) for row in step.decodes]
-            ends += [(lane, lane.start + len(lane.tokens)) for lane in step.lanes if lane.draws]
-            for row, end in ends:
-                seen = self.read(row.pages, end)
-                sequence = row.sequence
-                assert seen[: sequence.num_known] == sequence.tokens(0, end)
-                drawn.append((sequence, row.slot, following(seen)))
+            for number, group in enumerate(step.groups):
+                drawn += self.run_group(number, group)
             self.last |= {slot: token for _, slot, token in drawn}
         self.in_flight.append(drawn)
         while len(self.in_flight) > (1 if step else 0):
@@ -85,6 +91,7 @@ def simulate(seed, num_requests):
         num_lanes=rng.randint(1, 4),
         lane_width=rng.randint(1, 8),
         share_prefixes=rng.random() < 0.8,
+        num_groups=rng.randint(1, 3),
     )
     machine, sequences, cancelled = Machine(scheduler), [], set()
     stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
@@ -92,7 +99,7 @@ def simulate(seed, num_requests):
         for _ in range(rng.choice([0, 0, 1, 3]) if len(sequences) < num_requests else 0):
             size = rng.randint(1, 10)
             prompt = (*rng.choice(stems)[: rng.randint(0, 12)], *rng.choices(range(VOCAB), k=size))
-            room = (scheduler.pool.num_pages - 1) * scheduler.page_size - len(prompt)
+            room = (scheduler.pools[0].num_pages - 1) * scheduler.page_size - len(prompt)
             if room < 1:
                 continue
             sequences.append(
@@ -110,11 +117,12 @@ def simulate(seed, num_requests):
                 cancelled.add(chosen)
                 scheduler.end(chosen)
         machine.run()
-        whole(scheduler.pool)
+        for pool in scheduler.pools:
+            whole(pool)
     for sequence in sequences:
         found, right = sequence.out, expected(sequence)
         assert found == right[: len(found)] if sequence in cancelled else found == right
-    assert scheduler.pool.num_used == 0
+    assert not any(pool.num_used for pool in scheduler.pools)
     return scheduler.num_preemptions, sum(bool(s.num_cached) for s in sequences)
 
 
@@ -164,9 +172,10 @@ def test_answers_are_right_after_restarts(seed):
             machine.in_flight.clear()
             scheduler.restart([s for s in sequences if len(s.out) < s.max_tokens])
         machine.run()
-        whole(scheduler.pool)
+        for pool in scheduler.pools:
+            whole(pool)
     assert [s.out for s in sequences] == [expected(s) for s in sequences]
-    assert scheduler.pool.num_used == 0
+    assert not any(pool.num_used for pool in scheduler.pools)
 
 
 def test_a_prompt_that_never_fits_is_refused():
@@ -181,7 +190,7 @@ def test_a_lower_priority_goes_first():
     late, soon = SequenceState((0,), 2, priority=1), SequenceState((0,), 2)
     scheduler.add(late)
     scheduler.add(soon)
-    assert [lane.sequence for lane in scheduler.plan().lanes] == [soon]
+    assert [lane.sequence for lane in scheduler.plan().groups[0].lanes] == [soon]
 
 
 def test_idle_pages_are_given_away_oldest_first_and_ends_before_starts():

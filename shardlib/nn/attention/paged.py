@@ -1,106 +1,85 @@
-"""Attention of single positions to keys and values that lie in pages.
+"""Keys and values in pages, and attention to them.
 
-A sequence owns pages anywhere in the cache, named in order by its table. Each row reads its keys in
-blocks of fixed size, one after the other, as many as its position needs, and a block that it does
-not see leaves its sums as they are. CPUs read one row after the other, so that the result of a row
-has the same bits in any company; GPUs and TPUs read a block of all rows at once.
+A sequence owns pages anywhere in the cache, named in order by its table. Sequences belong to
+groups, which have pages of their own: a group for each part into which devices cut the batch.
 
-Sources: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", section 4; Milakov and Gimelshein 2018, "Online normalizer calculation for
-softmax".
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", section 4.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from shardlib.mesh import entry_axes
 from shardlib.nn.attention.mask import Mask
+from shardlib.nn.attention.page_reader import GroupPages, attend_group
 from shardlib.sharding.constrain import active, platform
-
-_BLOCK = 128
-"""Keys of a row that CPUs read at once, at least one page."""
-_BLOCK_TOGETHER = 512
-"""Keys of each row that GPUs and TPUs read at once."""
-# Finite: of a row that has seen nothing, exp(start - start) is 1.
-_START = -1e30
+from shardlib.sharding.manual import manual
 
 
 class Pages(NamedTuple):
-    """Keys and values of a stack of layers: [layers, pages, page_size, kv_heads * head_dim] each.
+    """Keys and values of a stack of layers, all heads of a position together. Rows without a
+    sequence write into page 0 of their group, which no sequence owns."""
 
-    A row writes the whole last dim, so compilers write in place. With a dim of their own, heads
-    would lie in another order in the write than in the read, and each step would copy the cache.
-    Rows without a sequence write into page 0, which no sequence owns.
-    """
-
-    key: Float[Array, "layers pages page_size key_width"]
-    value: Float[Array, "layers pages page_size value_width"]
-
-    def written(
-        self,
-        layer: int | Int[Array, ""],
-        rows: "Rows",
-        key: Float[Array, "rows kv_heads head_dim"],
-        value: Float[Array, "rows kv_heads value_dim"],
-    ) -> "Pages":
-        """Returns the pages with a key and a value of each row in one layer."""
-        at = rows.positions % self.key.shape[2]
-
-        def write(pages: jax.Array, new: jax.Array) -> jax.Array:
-            new = new.reshape(new.shape[0], -1).astype(pages.dtype)
-            return pages.at[layer, rows.pages, at].set(new)
-
-        return Pages(write(self.key, key), write(self.value, value))
+    key: Float[Array, "layers groups pages page_size key_width"]
+    value: Float[Array, "layers groups pages page_size value_width"]
 
 
 class Rows(NamedTuple):
     """Where the rows of a step belong: first a row for each slot, then `width` for each lane."""
 
-    positions: Int[Array, " rows"]
+    positions: Int[Array | np.ndarray, "groups rows"]
     """The position of each row in its sequence; 0 for a row without one."""
-    pages: Int[Array, " rows"]
+    pages: Int[Array | np.ndarray, "groups rows"]
     """The page that each row writes to; 0 for a row without a sequence."""
-    tables: Int[Array, "slots pages_a_row"]
+    tables: Int[Array | np.ndarray, "groups slots pages_a_row"]
     """The pages of the sequence of each slot, in order; 0 beyond its end."""
-    lanes: Int[Array, "lanes pages_a_row"]
+    lanes: Int[Array | np.ndarray, "groups lanes pages_a_row"]
     """The pages of the sequence of each lane, whose rows are consecutive positions."""
 
 
 def empty_pages(
     num_layers: int,
+    num_groups: int,
     num_pages: int,
     page_size: int,
     kv_heads: int,
     dims: tuple[int, int],
     dtype: jax.typing.DTypeLike,
 ) -> Pages:
-    """Returns zero pages of a stack of layers, whose heads the active rules cut as `kv_heads`.
+    """Returns zero pages of a stack of layers, whose groups and heads the active rules cut as
+    `batch` and `kv_heads`.
 
     Args:
-        num_layers, num_pages, page_size, kv_heads: Sizes.
+        num_layers, num_groups, num_pages, page_size, kv_heads: Sizes.
         dims: Dims of a head of keys and of values.
         dtype: Of both.
     """
 
     def zeros(size: int) -> jax.Array:
-        pages = jnp.zeros((num_layers, num_pages, page_size, kv_heads * size), dtype)
+        pages = jnp.zeros((num_layers, num_groups, num_pages, page_size, kv_heads * size), dtype)
         scope = active()
         if scope is None:
             return pages
         # Cut between heads, or not at all.
-        heads = scope.sharding(("kv_heads",), (kv_heads,), "activations").spec
-        spec = PartitionSpec(None, None, None, *heads)
+        names, sizes = ("batch", "kv_heads"), (num_groups, kv_heads)
+        groups, heads = scope.sharding(names, sizes, "activations").spec
+        spec = P(None, groups, None, None, heads)
         return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
 
     return Pages(*map(zeros, dims))
 
 
 def attend_pages(
-    query: Float[Array, "rows heads head_dim"],
+    query: Float[Array, "groups rows heads head_dim"],
+    key: Float[Array, "groups rows kv_heads head_dim"],
+    value: Float[Array, "groups rows kv_heads value_dim"],
     pages: Pages,
     layer: int | Int[Array, ""],
     rows: Rows,
@@ -109,12 +88,15 @@ def attend_pages(
     window: Int[Array, ""] | int | None = None,
     sinks: Float[Array, " heads"] | None = None,
     together: bool | None = None,
-) -> Float[Array, "rows heads value_dim"]:
-    """Returns attention of each row to the positions of its sequence up to its own.
+) -> tuple[Float[Array, "groups rows heads value_dim"], Pages]:
+    """Writes a key and a value of each row, and returns attention of each row to the positions of
+    its sequence up to its own, and the pages.
 
     Args:
         query: A query for each row.
-        pages: The cache, in which the keys and values of all rows are written.
+        key: A key for each row.
+        value: A value for each row.
+        pages: The cache. There are as many groups as parts into which the active rules cut `batch`.
         layer: The layer, an int32 scalar.
         rows: Where the rows belong.
         mask: Scale and bound of the scores. Its window is not read.
@@ -122,167 +104,40 @@ def attend_pages(
         sinks: As in `attend`.
         together: Whether all rows are read at once; None for all platforms but CPUs.
     """
-    together = platform() != "cpu" if together is None else together
-    num_rows, heads, head_dim = query.shape
-    kv_heads = pages.key.shape[3] // head_dim
-    group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
-    query = mask.scaled(query.astype(jnp.float32), head_dim)
-    query = query.reshape(num_rows, kv_heads, group, head_dim)
-    if together:
-        # Products of 16 bits; their sums are float32.
-        query = query.astype(pages.key.dtype)
-    reader = _BlockReader(pages, kv_heads, layer, mask, window, together)
-    start = _Sums(
-        jnp.full((kv_heads, group), _START),
-        jnp.zeros((kv_heads, group)),
-        jnp.zeros((kv_heads, group, value_dim)),
-    )
-    slots = rows.tables.shape[0]
-    sums = reader.of_slots(query[:slots], rows.positions[:slots], rows.tables, start)
-    if rows.lanes.shape[0]:
-        of_lanes = reader.of_lanes(query[slots:], rows.positions[slots:], rows.lanes, start)
-        sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
-    return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(pages.value.dtype)
+    at_once = platform() != "cpu" if together is None else together
 
-
-class _Sums(NamedTuple):
-    """Softmax sums of one row: the largest score, the sum of exponentials, and of values."""
-
-    peak: jax.Array
-    total: jax.Array
-    values: jax.Array
-
-
-class _BlockReader(NamedTuple):
-    """Keys and values of one layer, read in blocks."""
-
-    pages: Pages
-    kv_heads: int
-    layer: int | jax.Array
-    mask: Mask
-    window: jax.Array | int | None
-    together: bool
-
-    @property
-    def pages_a_block(self) -> int:
-        keys = _BLOCK_TOGETHER if self.together else _BLOCK
-        return max(keys // self.pages.key.shape[2], 1)
-
-    @property
-    def block(self) -> int:
-        """Positions in a block."""
-        return self.pages_a_block * self.pages.key.shape[2]
-
-    def map(self, function: Callable[[Any], Any], over: Any) -> Any:
-        """Returns the results of a function for each row, or lane."""
-        return jax.vmap(function)(over) if self.together else jax.lax.map(function, over)
-
-    def of_slots(
-        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
-    ) -> _Sums:
-        """Returns the sums of rows with a table each."""
-        tables = self._whole_blocks(tables)
-
-        def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
-            query, position, table = row
-
-            def add(number: jax.Array, sums: _Sums) -> _Sums:
-                read = self._read(table, number, position)
-                return self._added(sums, query, position, number, *read)
-
-            return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
-
-        return self.map(of_row, (query, positions, tables))
-
-    def of_lanes(
-        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
-    ) -> _Sums:
-        """Returns the sums of lanes, whose rows read each block together."""
-        lanes = tables.shape[0]
-        width = query.shape[0] // lanes
-        query, positions = (x.reshape(lanes, width, *x.shape[1:]) for x in (query, positions))
-        many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
-
-        def of_lane(lane: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
-            query, positions, table = lane
-            last = jnp.max(positions)
-
-            def add(number: jax.Array, sums: _Sums) -> _Sums:
-                key, value = self._read(table, number, last)
-
-                def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
-                    return self._added(*row, number, key, value)
-
-                return self.map(of_row, (sums, query, positions))
-
-            first, end = self._first(jnp.min(positions)), self._end(last)
-            return jax.lax.fori_loop(first, end, add, many)
-
-        sums = self.map(of_lane, (query, positions, self._whole_blocks(tables)))
-        return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
-
-    def _whole_blocks(self, tables: jax.Array) -> jax.Array:
-        return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.pages_a_block)))
-
-    def _first(self, position: jax.Array) -> jax.Array | int:
-        """Returns the first block that a row at `position` sees."""
-        if self.window is None:
-            return 0
-        return jnp.maximum(position - self.window + 1, 0) // self.block
-
-    def _end(self, position: jax.Array) -> jax.Array:
-        return position // self.block + 1
-
-    def _read(
-        self, table: jax.Array, number: jax.Array, last: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values of one block: [kv_heads, block, dims] each.
-
-        Values beyond the position `last` are 0: their weights are 0, but another sequence may have
-        left a NaN there.
-        """
-        pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
-
-        def read(cache: jax.Array) -> jax.Array:
-            found = cache[self.layer, pages].reshape(self.block, self.kv_heads, -1)
-            return jnp.moveaxis(found, 0, 1)
-
-        is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
-        return read(self.pages.key), jnp.where(is_own[:, None], read(self.pages.value), 0)
-
-    def _added(
-        self,
-        sums: _Sums,
-        query: jax.Array,
-        position: jax.Array,
-        number: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-    ) -> _Sums:
-        """Returns the sums of a row with one more block."""
-        wide = {"preferred_element_type": jnp.float32}
-        scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(query.dtype), **wide)
-        scores = self.mask.capped(scores)
-        at = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        seen = at <= position
-        if self.window is not None:
-            seen &= at > position - self.window
-        scores = jnp.where(seen, scores, -jnp.inf)
-        peak = jnp.maximum(sums.peak, jnp.max(scores, axis=-1))
-        weights, kept = jnp.exp(scores - peak[..., None]), jnp.exp(sums.peak - peak)
-        new = jnp.einsum("kgs,ksd->kgd", weights.astype(value.dtype), value, **wide)
-        return _Sums(
-            peak,
-            sums.total * kept + jnp.sum(weights, axis=-1),
-            sums.values * kept[..., None] + new,
+    def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
+        query, key, value, rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
+        layer, window, sinks = shared
+        cache = GroupPages(*(jnp.squeeze(x, 1) for x in pages))
+        cache = cache.written(layer, rows.positions, rows.pages, key, value)
+        y = attend_group(
+            query,
+            cache,
+            layer,
+            rows.positions,
+            rows.tables,
+            rows.lanes,
+            mask,
+            window=window,
+            sinks=sinks,
+            together=at_once,
         )
+        return y[None], Pages(*(x[:, None] for x in cache))
+
+    own, shared = (query, key, value, rows), (layer, window, sinks)
+    axes = _axes_of_groups(query.shape[0])
+    if not axes:
+        return of_one(pages, own, shared)
+    # Devices of a group read as many blocks as its own rows need.
+    shared = jax.tree.map(jnp.asarray, shared)
+    region = manual(of_one, axes, (P(None, axes), P(axes), P()), (P(axes), P(None, axes)))
+    return region(pages, own, shared)
 
 
-def _finished(sums: _Sums, sinks: jax.Array | None) -> jax.Array:
-    """Returns the weighted means [rows, kv_heads, group, value_dim]."""
-    if sinks is None:
-        return sums.values / sums.total[..., None]
-    sinks = sinks.astype(jnp.float32).reshape(1, *sums.peak.shape[1:])
-    peak = jnp.maximum(sums.peak, sinks)
-    kept = jnp.exp(sums.peak - peak)
-    return sums.values * kept[..., None] / (sums.total * kept + jnp.exp(sinks - peak))[..., None]
+def _axes_of_groups(groups: int) -> tuple[str, ...]:
+    """Returns the mesh axes over which groups are cut."""
+    scope = active()
+    if scope is None or groups == 1:
+        return ()
+    return entry_axes(scope.sharding(("batch",), (groups,), "activations").spec[0])

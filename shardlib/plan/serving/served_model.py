@@ -108,7 +108,7 @@ def _of_config(name: str, config: Any, spec: DataSpec, width: int) -> ServedMode
     assert decoding is not None
     assert made.dims is not None
     module = functional(lambda rngs: made.make(config, spec, rngs))
-    pages = jax.eval_shape(lambda: decoding.pages(_made(module), 1, 1))
+    pages = jax.eval_shape(lambda: decoding.pages(_made(module), 1, 1, 1))
     return ServedModel(
         name,
         of_dims(made.dims(config, spec)),

@@ -1,0 +1,232 @@
+"""Attention of single positions to the pages of one group.
+
+Each row reads its keys in blocks of fixed size, one after the other, as many as its position needs,
+and a block that it does not see leaves its sums as they are. CPUs read one row after the other, so
+that the result of a row has the same bits in any company; GPUs and TPUs read a block of all rows at
+once.
+
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.nn.attention.mask import Mask
+
+_BLOCK = 128
+"""Keys of a row that CPUs read at once, at least one page."""
+_BLOCK_TOGETHER = 512
+"""Keys of each row that GPUs and TPUs read at once."""
+# Finite: of a row that has seen nothing, exp(start - start) is 1.
+_START = -1e30
+
+
+class GroupPages(NamedTuple):
+    """Keys and values of a stack of layers: [layers, pages, page_size, kv_heads * head_dim] each.
+
+    A row writes the whole last dim, so compilers write in place. With a dim of their own, heads
+    would lie in another order in the write than in the read, and each step would copy the cache.
+    """
+
+    key: jax.Array
+    value: jax.Array
+
+    def written(
+        self,
+        layer: int | jax.Array,
+        positions: jax.Array,
+        at_pages: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+    ) -> "GroupPages":
+        """Returns the pages with a key and a value [rows, kv_heads, dims] of each row in one layer,
+        at a position [rows] of a page [rows]."""
+        at = positions % self.key.shape[2]
+
+        def write(pages: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.reshape(new.shape[0], -1).astype(pages.dtype)
+            return pages.at[layer, at_pages, at].set(new)
+
+        return GroupPages(write(self.key, key), write(self.value, value))
+
+
+def attend_group(
+    query: jax.Array,
+    pages: GroupPages,
+    layer: int | jax.Array,
+    positions: jax.Array,
+    tables: jax.Array,
+    lanes: jax.Array,
+    mask: Mask,
+    *,
+    window: jax.Array | int | None,
+    sinks: jax.Array | None,
+    together: bool,
+) -> jax.Array:
+    """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`."""
+    num_rows, heads, head_dim = query.shape
+    kv_heads = pages.key.shape[3] // head_dim
+    group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
+    query = mask.scaled(query.astype(jnp.float32), head_dim)
+    query = query.reshape(num_rows, kv_heads, group, head_dim)
+    if together:
+        # Products of 16 bits; their sums are float32.
+        query = query.astype(pages.key.dtype)
+    reader = _BlockReader(pages, kv_heads, layer, mask, window, together)
+    start = _Sums(
+        jnp.full((kv_heads, group), _START),
+        jnp.zeros((kv_heads, group)),
+        jnp.zeros((kv_heads, group, value_dim)),
+    )
+    slots = tables.shape[0]
+    sums = reader.of_slots(query[:slots], positions[:slots], tables, start)
+    if lanes.shape[0]:
+        of_lanes = reader.of_lanes(query[slots:], positions[slots:], lanes, start)
+        sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
+    return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(pages.value.dtype)
+
+
+class _Sums(NamedTuple):
+    """Softmax sums of one row: the largest score, the sum of exponentials, and of values."""
+
+    peak: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+class _BlockReader(NamedTuple):
+    """Keys and values of one layer, read in blocks."""
+
+    pages: GroupPages
+    kv_heads: int
+    layer: int | jax.Array
+    mask: Mask
+    window: jax.Array | int | None
+    together: bool
+
+    @property
+    def pages_a_block(self) -> int:
+        keys = _BLOCK_TOGETHER if self.together else _BLOCK
+        return max(keys // self.pages.key.shape[2], 1)
+
+    @property
+    def block(self) -> int:
+        """Positions in a block."""
+        return self.pages_a_block * self.pages.key.shape[2]
+
+    def map(self, function: Callable[[Any], Any], over: Any) -> Any:
+        """Returns the results of a function for each row, or lane."""
+        return jax.vmap(function)(over) if self.together else jax.lax.map(function, over)
+
+    def of_slots(
+        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+    ) -> _Sums:
+        """Returns the sums of rows with a table each."""
+        tables = self._whole_blocks(tables)
+
+        def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
+            query, position, table = row
+
+            def add(number: jax.Array, sums: _Sums) -> _Sums:
+                read = self._read(table, number, position)
+                return self._added(sums, query, position, number, *read)
+
+            return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
+
+        return self.map(of_row, (query, positions, tables))
+
+    def of_lanes(
+        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+    ) -> _Sums:
+        """Returns the sums of lanes, whose rows read each block together."""
+        lanes = tables.shape[0]
+        width = query.shape[0] // lanes
+        query, positions = (x.reshape(lanes, width, *x.shape[1:]) for x in (query, positions))
+        many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
+
+        def of_lane(lane: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
+            query, positions, table = lane
+            last = jnp.max(positions)
+
+            def add(number: jax.Array, sums: _Sums) -> _Sums:
+                key, value = self._read(table, number, last)
+
+                def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
+                    return self._added(*row, number, key, value)
+
+                return self.map(of_row, (sums, query, positions))
+
+            first, end = self._first(jnp.min(positions)), self._end(last)
+            return jax.lax.fori_loop(first, end, add, many)
+
+        sums = self.map(of_lane, (query, positions, self._whole_blocks(tables)))
+        return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
+
+    def _whole_blocks(self, tables: jax.Array) -> jax.Array:
+        return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.pages_a_block)))
+
+    def _first(self, position: jax.Array) -> jax.Array | int:
+        """Returns the first block that a row at `position` sees."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(position - self.window + 1, 0) // self.block
+
+    def _end(self, position: jax.Array) -> jax.Array:
+        return position // self.block + 1
+
+    def _read(
+        self, table: jax.Array, number: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values of one block: [kv_heads, block, dims] each.
+
+        Values beyond the position `last` are 0: their weights are 0, but another sequence may have
+        left a NaN there.
+        """
+        pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
+
+        def read(cache: jax.Array) -> jax.Array:
+            found = cache[self.layer, pages].reshape(self.block, self.kv_heads, -1)
+            return jnp.moveaxis(found, 0, 1)
+
+        is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
+        return read(self.pages.key), jnp.where(is_own[:, None], read(self.pages.value), 0)
+
+    def _added(
+        self,
+        sums: _Sums,
+        query: jax.Array,
+        position: jax.Array,
+        number: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+    ) -> _Sums:
+        """Returns the sums of a row with one more block."""
+        wide = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(query.dtype), **wide)
+        scores = self.mask.capped(scores)
+        at = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        seen = at <= position
+        if self.window is not None:
+            seen &= at > position - self.window
+        scores = jnp.where(seen, scores, -jnp.inf)
+        peak = jnp.maximum(sums.peak, jnp.max(scores, axis=-1))
+        weights, kept = jnp.exp(scores - peak[..., None]), jnp.exp(sums.peak - peak)
+        new = jnp.einsum("kgs,ksd->kgd", weights.astype(value.dtype), value, **wide)
+        return _Sums(
+            peak,
+            sums.total * kept + jnp.sum(weights, axis=-1),
+            sums.values * kept[..., None] + new,
+        )
+
+
+def _finished(sums: _Sums, sinks: jax.Array | None) -> jax.Array:
+    """Returns the weighted means [rows, kv_heads, group, value_dim]."""
+    if sinks is None:
+        return sums.values / sums.total[..., None]
+    sinks = sinks.astype(jnp.float32).reshape(1, *sums.peak.shape[1:])
+    peak = jnp.maximum(sums.peak, sinks)
+    kept = jnp.exp(sums.peak - peak)
+    return sums.values * kept[..., None] / (sums.total * kept + jnp.exp(sinks - peak))[..., None]
