@@ -219,7 +219,7 @@ class Engine:
             prompt: A text, or token ids.
             sampling: How the answer is drawn, and where it ends.
             priority: Requests with a lower one are served first.
-            timeout_seconds: The time after which the answer ends as it is.
+            timeout_seconds: The time after which the answer ends as it is; for one process.
             options: Fields of `Sampling`, in place of it.
 
         Raises:
@@ -265,6 +265,11 @@ class Engine:
             stops=frozenset((*sampling.stop_tokens, *ends)),
             priority=priority,
         )
+        if timeout_seconds is not None and jax.process_count() > 1:
+            raise ModelError(
+                "a timeout of a request on several processes, whose clocks differ.\n"
+                "  Leave timeout_seconds out, and cancel the request in all of them."
+            )
         now = time.monotonic()
         deadline = None if timeout_seconds is None else now + timeout_seconds
         stream = None if self.tokenizer is None else TextStream(self._decoded, sampling.stop)

@@ -333,7 +333,7 @@ class Scheduler:
             lanes.append([])
             for sequence in group.in_order():
                 lanes[-1] += self._lanes_of(sequence, self.num_lanes - len(lanes[-1]))
-        while self.waiting:
+        while not self._is_trying() and self.waiting:
             free = [
                 number
                 for number, group in enumerate(self._groups)
@@ -363,8 +363,6 @@ class Scheduler:
 
     def _admitted(self, number: int) -> SequenceState | None:
         """Returns the first waiting sequence, if a group has pages for all its tokens."""
-        if self.is_careful and self._is_tried():
-            return None
         group, sequence = self._groups[number], self.waiting[0]
         if sequence.in_flight:
             # It was preempted, and its last tokens are not known yet.
@@ -392,8 +390,10 @@ class Scheduler:
             sequence.num_cached = sequence.computed
         return sequence
 
-    def _is_tried(self) -> bool:
+    def _is_trying(self) -> bool:
         """Returns whether a suspect is being tried; the last one that passes ends the trials."""
+        if not self.is_careful:
+            return False
         if self.suspect is not None:
             return True
         if all(one.number > self._careful_until for one in self.waiting):

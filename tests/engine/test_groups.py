@@ -59,6 +59,8 @@ def test_groups_work_side_by_side(served):
     compiled = lowered.compile()
     key = engine._state.pages[0].key
     assert key.addressable_shards[0].data.shape == (2, 1, *key.shape[2:])
-    # Only the drawn tokens leave a group: ids, log probabilities and no alternatives.
+    # What the host reads leaves its group, and a bit of whether anything is drawn or ranked.
+    _, result = lowered.out_info
+    most = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(result)) + 64
     report = read_program(compiled, {"data": 4})
-    assert sum(one.bytes * one.count for one in report.collectives) < 8192, report
+    assert sum(one.bytes * one.count for one in report.collectives) <= most, report
