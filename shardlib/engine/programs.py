@@ -22,6 +22,7 @@ from shardlib.mesh import entry_axes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
 from shardlib.sharding.constrain import Scope, active, constrain, use
+from shardlib.sharding.manual import manual
 
 _WHOLE: dict[str, Any] = dict.fromkeys(("length", "residual_length"))
 """Activations that are not cut: a step has rows of any number."""
@@ -194,16 +195,15 @@ def _drawn(logits: jax.Array, settings: Settings, positions: jax.Array, added: A
         of_rows, of_vocab = scope.sharding(("batch", "vocab"), (groups, vocab), "activations").spec
         parts = math.prod(scope.sizes[name] for name in entry_axes(of_vocab))
         axes = entry_axes(of_rows) + entry_axes(of_vocab)
+        axes = tuple(name for name in axes if scope.sizes[name] > 1)
 
     def flat(x: jax.Array) -> jax.Array:
         # As many rows of a group as its devices can share.
         x = jnp.pad(x, ((0, 0), (0, -count % parts), *[(0, 0)] * (x.ndim - 2)))
-        x = x.reshape(-1, *x.shape[2:])
-        if scope is None or not axes:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, P(axes)))
+        return x.reshape(-1, *x.shape[2:])
 
-    drawn = draw(*jax.tree.map(flat, (logits, settings, positions, added)))
+    by_rows = draw if not axes else manual(draw, axes, P(axes), P(axes))
+    drawn = by_rows(*jax.tree.map(flat, (logits, settings, positions, added)))
     return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:])[:, :count], drawn)
 
 

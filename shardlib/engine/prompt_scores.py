@@ -4,15 +4,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.engine.requests import MOST_LOGPROBS
 from shardlib.engine.sampling import Drawn
+from shardlib.nn.attention import group_axes
+from shardlib.sharding.manual import manual
 
 
 def prompt_scores(
-    logits: Callable[[], Float[Array, "*rows vocab"]],
-    targets: Int[Array, "*rows"],
+    logits: Callable[[], Float[Array, "groups rows vocab"]],
+    targets: Int[Array, "groups rows"],
     is_wanted: Bool[Array, ""],
 ) -> Drawn:
     """Returns the log probability of the token after each row, and the likeliest tokens there.
@@ -25,11 +28,17 @@ def prompt_scores(
     """
     most = min(MOST_LOGPROBS, jax.eval_shape(logits).shape[-1])
 
-    def scores() -> Drawn:
-        logprobs = jax.nn.log_softmax(logits().astype(jnp.float32), axis=-1)
+    def of_rows(logits: jax.Array, targets: jax.Array) -> Drawn:
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         values, indices = jax.lax.top_k(logprobs, most)
         chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
         return Drawn(targets, chosen, indices.astype(jnp.int32), values)
+
+    def scores() -> Drawn:
+        # XLA for CPUs ranks all rows on each device otherwise.
+        axes = group_axes(len(targets))
+        by_group = of_rows if not axes else manual(of_rows, axes, P(axes), P(axes))
+        return by_group(logits(), targets)
 
     def zeros() -> Drawn:
         shape = (*targets.shape, most)

@@ -126,7 +126,7 @@ def attend_pages(
         return y[None], Pages(*(x[:, None] for x in cache))
 
     own, shared = (query, key, value, rows), (layer, window, sinks)
-    axes = _axes_of_groups(query.shape[0])
+    axes = group_axes(query.shape[0])
     if not axes:
         return of_one(pages, own, shared)
     # Devices of a group read as many blocks as its own rows need.
@@ -135,7 +135,7 @@ def attend_pages(
     return region(pages, own, shared)
 
 
-def _axes_of_groups(groups: int) -> tuple[str, ...]:
+def group_axes(groups: int) -> tuple[str, ...]:
     """Returns the mesh axes over which groups are cut."""
     scope = active()
     if scope is None or groups == 1:
