@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -201,8 +201,10 @@ class Engine:
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
-        self._in_flight: collections.deque[tuple[EngineStep, StepResult]] = collections.deque()
+        self._in_flight: "collections.deque[_InFlight]" = collections.deque()
         self._counts = collections.Counter[str]()
+        self.version = 0
+        """The version of the parameters; see `update`."""
 
     def submit(
         self,
@@ -321,13 +323,13 @@ class Engine:
             added = self._added(planned)
             arrays = self._arranger.arrays(planned, added)
             self._state, result = self._programs.run(self._params, self._state, arrays)
-            self._in_flight.append((planned, result))
+            self._in_flight.append(_InFlight(planned, result, self.version))
             self._counts["steps"] += 1
         # What is added to the logits of the next token depends on this one.
         is_ahead = self._overlap and not added and not self.scheduler.is_careful
         keep = 1 if is_ahead and planned is not None else 0
         while len(self._in_flight) > keep:
-            self._read(*self._in_flight.popleft())
+            self._read(self._in_flight.popleft())
         return self.busy
 
     @property
@@ -398,13 +400,15 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def update(self, params: Any) -> None:
+    def update(self, params: Any, version: int | None = None) -> None:
         """Serves other parameters from the next step on; prefixes that the old ones made are
         forgotten, and answers that have begun go on with the new ones.
 
         Args:
-            params: The state of a module of the same structure and shapes. Arrays that lie as the
-                engine's do are not copied: do not donate them.
+            params: The state of a module of the same structure and shapes, on any mesh. Arrays that
+                lie as the engine's do are not copied: do not donate them.
+            version: Their version, such as the training step, which their tokens have; None for
+                one more than the last.
 
         Raises:
             ModelError: If structure, shapes or dtypes differ.
@@ -412,6 +416,7 @@ class Engine:
         check_same(self._params, params)
         with self._lock:
             self._params = self._placed(params)
+            self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
 
     def stats(self) -> EngineStats:
@@ -449,13 +454,14 @@ class Engine:
                     self._fail(self._requests[sequence], error)
         return added
 
-    def _read(self, step: EngineStep, result: StepResult) -> None:
+    def _read(self, in_flight: "_InFlight") -> None:
         """Records the tokens of a step."""
+        step, result, version = in_flight
         if step.scores:
             self._record_prompts(step, jax.device_get(result.scores))
         drawn = jax.device_get(result.drawn)
         for row, sequence in step.drawing(self._sizes.slots):
-            self._record(sequence, drawn, row)
+            self._record(sequence, drawn, row, version)
 
     def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
         """Records the log probabilities of prompts, which come before the last answer."""
@@ -474,7 +480,9 @@ class Engine:
                 token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
                 request.prompt_tokens[lane.start + offset + 1] = token
 
-    def _record(self, sequence: SequenceState, drawn: Drawn, row: tuple[int, int]) -> None:
+    def _record(
+        self, sequence: SequenceState, drawn: Drawn, row: tuple[int, int], version: int
+    ) -> None:
         request = self._requests.get(sequence)
         token = int(drawn.tokens[row])
         self.scheduler.drawn(sequence, token)
@@ -490,7 +498,8 @@ class Engine:
         except Exception as error:
             self._fail(request, error)
             return
-        request.tokens.append(_token(drawn, row, token, sequence.sampling))
+        scored = _token(drawn, row, token, sequence.sampling)
+        request.tokens.append(dataclasses.replace(scored, version=version))
         self._counts["answer"] += 1
         if is_stopped:
             self.scheduler.end(sequence)
@@ -567,6 +576,14 @@ class Engine:
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None, "only texts are streamed"
         return self.tokenizer.decode(list(tokens))
+
+
+class _InFlight(NamedTuple):
+    """A step that runs, and the version of its parameters."""
+
+    step: EngineStep
+    result: StepResult
+    version: int
 
 
 def _token(drawn: Drawn, row: tuple[int, int], token: int, sampling: Sampling) -> Token:

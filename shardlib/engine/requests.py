@@ -136,6 +136,8 @@ class Token:
     """Natural log of its probability by the model, before temperature and cuts."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens with their log probabilities, if the request wants them."""
+    version: int = 0
+    """The version of the parameters that it was drawn with; see `Engine.update`."""
 
 
 @dataclasses.dataclass(frozen=True)

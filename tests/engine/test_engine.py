@@ -150,8 +150,11 @@ def test_updated_parameters_answer_from_the_next_step_on(served, caplog):
     assert bits(before) != bits(after)
     assert after[0].cached_tokens == 0
     with jax.log_compiles():
-        engine.update(jax.tree.map(np.asarray, params))
-        assert bits(engine.generate([list(range(40))], max_tokens=4)) == bits(after)
+        engine.update(jax.tree.map(np.asarray, params), version=7)
+        again = engine.generate([list(range(40))], max_tokens=4)
+    assert bits(again) == bits(after)
+    versions = [{token.version for token in a[0].tokens} for a in (before, after, again)]
+    assert versions == [{0}, {1}, {7}]
     assert "_step" not in caplog.text
     graphdef = nnx.graphdef(served.model)
     logits = nnx.merge(graphdef, params)(jnp.arange(40, dtype=jnp.int32)[None])[0, -1]
