@@ -29,10 +29,13 @@ def prompt_scores(
     most = min(MOST_LOGPROBS, jax.eval_shape(logits).shape[-1])
 
     def of_rows(logits: jax.Array, targets: jax.Array) -> Drawn:
-        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        # XLA for TPUs ranks parts of a vocabulary where they lie if rows have one dim.
+        flat = logits.astype(jnp.float32).reshape(-1, logits.shape[-1])
+        logprobs = jax.nn.log_softmax(flat, axis=-1)
         values, indices = jax.lax.top_k(logprobs, most)
-        chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
-        return Drawn(targets, chosen, indices.astype(jnp.int32), values)
+        chosen = jnp.take_along_axis(logprobs, targets.reshape(-1, 1), axis=-1)
+        found = Drawn(targets.reshape(-1), chosen[:, 0], indices.astype(jnp.int32), values)
+        return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), found)
 
     def scores() -> Drawn:
         # XLA for CPUs ranks all rows on each device otherwise.
