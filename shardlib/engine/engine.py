@@ -201,7 +201,7 @@ class Engine:
         self._overlap = overlap
         self._lock = threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
-        self._in_flight: "collections.deque[_InFlight]" = collections.deque()
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._counts = collections.Counter[str]()
         self.version = 0
         """The version of the parameters; see `update`."""

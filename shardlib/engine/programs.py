@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib.engine.by_rows import by_rows
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
@@ -21,8 +21,7 @@ from shardlib.engine.sizes import EngineSizes
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention import Pages, Rows
 from shardlib.registry import Decoding
-from shardlib.sharding.constrain import Scope, active, constrain, use
-from shardlib.sharding.manual import manual
+from shardlib.sharding.constrain import Scope, constrain, use
 
 _WHOLE: dict[str, Any] = dict.fromkeys(("length", "residual_length"))
 """Activations that are not cut: a step has rows of any number."""
@@ -135,13 +134,10 @@ class EnginePrograms:
             last = jnp.concatenate([slots, arrays.last_rows], axis=1)
             logits = self._decoding.logits(model, jnp.take_along_axis(x, last[..., None], axis=1))
             # All rows, also of slots: few rows may be computed with other bits.
-            scores = prompt_scores(
-                lambda: self._decoding.logits(model, x),
-                jnp.asarray(arrays.targets),
-                jnp.any(arrays.wants_scores),
-            )
+            wanted, targets = jnp.any(arrays.wants_scores), jnp.asarray(arrays.targets)
+            scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
             positions = jnp.take_along_axis(rows.positions, last, axis=1) + 1
-            drawn = _drawn(logits, arrays.settings, positions, arrays.added)
+            drawn = by_rows(draw, logits, arrays.settings, positions, arrays.added)
             result = self._whole(StepResult(drawn, scores))
             # Slots that did not decode keep their token: one that a lane draws is written after.
             is_active, tokens = rows.pages[:, :num_slots] > 0, result.drawn.tokens
@@ -184,27 +180,6 @@ def num_groups(scope: Scope | None, params: Any) -> int:
     if scope is None:
         return 1
     return serving_scope(scope, params).parts("batch", scope.mesh.size)
-
-
-def _drawn(logits: jax.Array, settings: Settings, positions: jax.Array, added: Any) -> Drawn:
-    """Returns what `draw` does of rows [groups, drawn]. Devices that share the vocabulary exchange
-    it for rows first: each draws from its rows."""
-    scope, (groups, count, vocab) = active(), logits.shape
-    axes, parts = (), 1
-    if scope is not None:
-        of_rows, of_vocab = scope.sharding(("batch", "vocab"), (groups, vocab), "activations").spec
-        parts = math.prod(scope.sizes[name] for name in entry_axes(of_vocab))
-        axes = entry_axes(of_rows) + entry_axes(of_vocab)
-        axes = tuple(name for name in axes if scope.sizes[name] > 1)
-
-    def flat(x: jax.Array) -> jax.Array:
-        # As many rows of a group as its devices can share.
-        x = jnp.pad(x, ((0, 0), (0, -count % parts), *[(0, 0)] * (x.ndim - 2)))
-        return x.reshape(-1, *x.shape[2:])
-
-    by_rows = draw if not axes else manual(draw, axes, P(axes), P(axes))
-    drawn = by_rows(*jax.tree.map(flat, (logits, settings, positions, added)))
-    return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:])[:, :count], drawn)
 
 
 class Arranger:

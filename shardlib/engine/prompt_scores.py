@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from shardlib.engine.by_rows import by_rows
 from shardlib.engine.requests import MOST_LOGPROBS
 from shardlib.engine.sampling import Drawn
-from shardlib.nn.attention import group_axes
-from shardlib.sharding.manual import manual
 
 
 def prompt_scores(
@@ -29,19 +27,13 @@ def prompt_scores(
     most = min(MOST_LOGPROBS, jax.eval_shape(logits).shape[-1])
 
     def of_rows(logits: jax.Array, targets: jax.Array) -> Drawn:
-        # XLA for TPUs ranks parts of a vocabulary where they lie if rows have one dim.
-        flat = logits.astype(jnp.float32).reshape(-1, logits.shape[-1])
-        logprobs = jax.nn.log_softmax(flat, axis=-1)
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         values, indices = jax.lax.top_k(logprobs, most)
-        chosen = jnp.take_along_axis(logprobs, targets.reshape(-1, 1), axis=-1)
-        found = Drawn(targets.reshape(-1), chosen[:, 0], indices.astype(jnp.int32), values)
-        return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), found)
+        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        return Drawn(targets, chosen, indices.astype(jnp.int32), values)
 
     def scores() -> Drawn:
-        # XLA for CPUs ranks all rows on each device otherwise.
-        axes = group_axes(len(targets))
-        by_group = of_rows if not axes else manual(of_rows, axes, P(axes), P(axes))
-        return by_group(logits(), targets)
+        return by_rows(of_rows, logits(), targets)
 
     def zeros() -> Drawn:
         shape = (*targets.shape, most)
