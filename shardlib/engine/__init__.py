@@ -4,9 +4,9 @@
 tokens, after `adjustment` and `grammars`, and `engine` runs it.
 """
 
+from shardlib.engine.answering import EngineStats as EngineStats
+from shardlib.engine.answering import Request as Request
 from shardlib.engine.engine import Engine as Engine
-from shardlib.engine.engine import EngineStats as EngineStats
-from shardlib.engine.engine import Request as Request
 from shardlib.engine.requests import Completion as Completion
 from shardlib.engine.requests import Grammar as Grammar
 from shardlib.engine.requests import Sampling as Sampling
