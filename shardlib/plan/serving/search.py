@@ -162,8 +162,9 @@ class Replica:
 
     def most_slots(self, chunk: int) -> int:
         """Returns the slots that fit."""
-        left = -self.over(0, chunk)
-        slots = max(int(left / self.sequence_bytes), 0)
+        # Memory is linear in the slots.
+        free = -self.over(0, chunk)
+        slots = max(int(free / (self.over(1, chunk) + free)), 0)
         while slots and self.over(slots, chunk) > 0:
             slots -= 1
         return slots
