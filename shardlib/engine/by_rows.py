@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardlib.nn.attention import group_axes
+from shardlib.nn.attention.paged import group_axes
 from shardlib.sharding.constrain import active
 from shardlib.sharding.manual import manual
 
