@@ -26,7 +26,7 @@ def on(mesh, **options):
         return dataclasses.replace(served, model=model, scope=scope)
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "groups"), [("data=2,tensor=2", 2), ("data=4", 4), ("fsdp=2,data=2", 2)]
 )
