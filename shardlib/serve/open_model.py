@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 
 from shardlib.engine import Engine
-from shardlib.errors import DataError
+from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
@@ -95,11 +96,16 @@ def open_model(
         options: Arguments of `Engine`.
 
     Raises:
-        ConfigError: If the directory holds no run.
+        ConfigError: If the directory holds no run, or there are several processes.
         CheckpointError: If the checkpoint or the folder cannot be read.
         ModelError: If the engine does not run the model, or options do not fit.
     """
     opened = Opened(text_model(source, mesh=mesh, step=step, notify=notify))
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{jax.process_count()} processes would each answer the same requests.\n"
+            "  Run the command as one process, or use sl.Engine in each of them."
+        )
     engine = Engine(opened, **options)
     speaker = Speaker(name or Path(source).name, lambda ids: opened.decode(list(ids)), opened.chat)
     return engine, speaker
