@@ -179,6 +179,18 @@ def test_files_are_of_a_size_to_read():
     assert not long
 
 
+def test_functions_are_of_a_size_to_read():
+    long = {
+        f"{file.name}: {node.name} has {lines} lines"
+        for root in (PACKAGE, MODELS)
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := node.end_lineno - node.lineno + 1) > 60
+    }
+    assert not long
+
+
 def test_every_module_is_in_the_table():
     assert set(FLOOR) == {module.split(".")[0] for module in modules()} - {"__init__", "__main__"}
 

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.arguments import AsJson, warn
-from shardlib.cli.checkpoint import one_step
+from shardlib.cli.arguments import AsJson
+from shardlib.cli.engine_options import (
+    SERVED_HELP,
+    Chunk,
+    Context,
+    Deterministic,
+    Mesh,
+    Name,
+    Pages,
+    Slots,
+    open_engine,
+)
 from shardlib.tables import aligned
 
 if TYPE_CHECKING:
@@ -24,49 +34,25 @@ def batch(
     ],
     model: Annotated[
         str,
-        typer.Option(metavar="RUN[@STEP]", help="A run, or a folder or name of Hugging Face."),
+        typer.Option(metavar="RUN[@STEP]", help=SERVED_HELP),
     ],
     out: Annotated[str, typer.Option(metavar="FILE", help="Responses: JSON lines.")],
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests; default: its directory's.")
-    ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer.")
-    ] = None,
-    pages: Annotated[
-        int | None, typer.Option(min=1, help="Pages of 16 tokens; default: all slots are full.")
-    ] = None,
-    chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompts that a step reads, a multiple of 32.")
-    ] = 256,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Bits do not depend on other rows (CPU, float32)."),
-    ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
-    ] = None,
+    name: Name = None,
+    slots: Slots = 32,
+    context: Context = None,
+    pages: Pages = None,
+    chunk: Chunk = 256,
+    deterministic: Deterministic = False,
+    mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests; repeating the command resumes."""
     from shardlib.serve import answer_batch
-    from shardlib.serve.open_model import open_model
 
-    directory, step = one_step(model, None)
-    engine, speaker = open_model(
-        directory,
-        mesh=mesh,
-        step=step,
-        name=name,
-        notify=warn,
-        slots=slots,
-        context=context,
-        pages=pages,
-        chunk=chunk,
+    engine, speaker = open_engine(
+        model, mesh=mesh, name=name, slots=slots, context=context, pages=pages, chunk=chunk,
         deterministic=deterministic,
-    )
+    )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:
         facts = dataclasses.asdict(card) | {"tokens_per_second": card.tokens_per_second}

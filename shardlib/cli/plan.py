@@ -2,7 +2,8 @@
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from shardlib.find import FoundRules
     from shardlib.find.questions import WhyNotRule
     from shardlib.plan.result import Plans
+    from shardlib.run.config import RunConfig
     from shardlib.run.reports.verify_plans import Verification
 
 On = Annotated[
@@ -102,18 +104,18 @@ def plan(
     """
     of_serving = {"context": context, "prompt": prompt, "slo": slo}
     if serve is not None:
-        others = {
+        of_training = {
             "CONFIG": config, "--model": model, "--global-batch": global_batch, "--length": length,
             "--why-not": why_not, "--tokens": tokens, "--days": days, "--price": price,
             "--verify": verify, "--rules": rules,
         }  # fmt: skip
         options = {**of_serving, "precision": precision, "top": top}
-        plan_serving(serve, on, options, others, as_json=as_json)
-        return
+        return plan_serving(serve, on, options, of_training, as_json=as_json)
     _check_without_serving(of_serving)
     _check(on, config, model, verify)
     asked = [one for one in why_not or () if ":" in one]
     _check_rules(on, config, rules, asked)
+    reload = _reload(config, overrides, length)
     given = model if config is None else load_config(config, overrides)
     from shardlib.plan import plan as make_plans
 
@@ -122,25 +124,48 @@ def plan(
         price=price, objective=objective, precision=precision,  # type: ignore[arg-type]
         why_not=[one for one in why_not or () if one not in asked], top=top,
     )  # fmt: skip
-    verified = None
-    if verify:
-        verified = _verified(plans, str(config), overrides, length, verify)  # type: ignore[arg-type]
+    _show_all(plans, verify, rules, asked, reload, as_json)  # type: ignore[arg-type]
+
+
+def _show_all(
+    plans: "Plans",
+    verify: int,
+    rules: str | None,
+    asked: list[str],
+    reload: "Callable[[list[str]], RunConfig]",
+    as_json: bool,
+) -> None:
+    """Prints plans, and what verifies them or is found for them; mixed clusters have neither."""
+    verified = _verified(plans, reload, verify) if verify else None
     if not as_json:
-        print(plans)
-        if verified:
-            console().print(verified.table())
-    found = None
-    if rules:
-        found = _found(plans, str(config), overrides, length)  # type: ignore[arg-type]
+        _show_plans(plans, verified)
+    found = _found(plans, reload) if rules else None
     answers = [found.why_not(one) for one in asked] if found else []
     if as_json:
-        facts = plans.to_dict()
-        facts |= {"verified": verified.to_dict()} if verified else {}
-        if found:
-            facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_facts(plans, verified, found, answers), indent=2))
     elif found:
-        _show(found, answers, plans)  # type: ignore[arg-type]
+        _show(found, answers, plans)
+
+
+def _reload(
+    config: str | None, overrides: list[str] | None, length: int | None
+) -> "Callable[[list[str]], RunConfig]":
+    """Returns what loads the config that is planned with changes to its keys."""
+    given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
+    return lambda changes: load_config(str(config), [*given, *changes])
+
+
+def _facts(
+    plans: "Plans",
+    verified: "Verification | None",
+    found: "FoundRules | None",
+    answers: "list[WhyNotRule]",
+) -> dict[str, Any]:
+    facts = plans.to_dict()
+    facts |= {"verified": verified.to_dict()} if verified else {}
+    if found:
+        facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
+    return facts
 
 
 def _check_without_serving(of_serving: "dict[str, str | None]") -> None:
@@ -149,6 +174,12 @@ def _check_without_serving(of_serving: "dict[str, str | None]") -> None:
         raise ConfigError(
             f"{', '.join(given)} plans how to serve a model.\n  Add --serve MODEL, or leave it out."
         )
+
+
+def _show_plans(plans: "Plans", verified: "Verification | None") -> None:
+    print(plans)
+    if verified:
+        console().print(verified.table())
 
 
 def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> None:
@@ -211,22 +242,18 @@ def _check_rules(on: str, config: str | None, rules: str | None, asked: list[str
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _found(
-    plans: "Plans", config: str, overrides: list[str] | None, length: int | None
-) -> "FoundRules":
+def _found(plans: "Plans", reload: "Callable[[list[str]], RunConfig]") -> "FoundRules":
     from shardlib.run.plans.finding import rules_for_plan
 
-    given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
-    return rules_for_plan(load_config(config, given), plans, warn).priced()
+    return rules_for_plan(reload([]), plans, warn).priced()
 
 
 def _verified(
-    plans: "Plans", config: str, overrides: list[str] | None, length: int | None, count: int
+    plans: "Plans", reload: "Callable[[list[str]], RunConfig]", count: int
 ) -> "Verification":
     from shardlib.run.reports.verify_plans import verify
 
-    given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
-    return verify(plans, lambda changes: load_config(config, [*given, *changes]), count)
+    return verify(plans, reload, count)
 
 
 def calibrate(

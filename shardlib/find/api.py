@@ -41,10 +41,10 @@ def find_rules(
 ) -> FoundRules:
     """Returns the rules under which a model trains fastest on a cluster, by the cost model.
 
-    The model need not name any axis; if it places activations by name, the rules are for these
-    names. The loss is traced and its logical axes are discovered; an integer program chooses the
-    layout of every tensor. Nothing is allocated or compiled. Print the result for a report, and
-    train under `sl.use(found.mesh, found.rules)`.
+    The model need not name any axis; the rules are for the names that it places activations by. An
+    integer program over the traced loss lays every tensor out; nothing is allocated or compiled.
+    Print the result for a report; train under `sl.use(found.mesh, found.rules)` with
+    `microbatches=found.microbatches`. Find them in one process: `seconds` may end searches apart.
 
     Args:
         make: Module factory as for `init_state`: `make(rngs) -> module`, or a linen module.
@@ -52,23 +52,16 @@ def find_rules(
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
-        mesh: The mesh, of `data`, `fsdp` and `tensor`; if left out, the best of all that the
-            cluster and the batch allow.
-        rules: Rules that decide the parameters that they name, by their paths or by the metadata
-            of the model. Their rules for activations are not read.
+        mesh: The mesh, of `data`, `fsdp` and `tensor`; default: the best for cluster and batch.
+        rules: Rules for the parameters that they name, by path or metadata; no activations.
         inputs: Example arguments of the module; for linen.
-        wrt: The trained variables, as for `init_state`. Other parameters have rules too.
+        wrt: The trained variables, as for `init_state`; others have rules too.
         precision: Precision as for `make_train_step`.
-        microbatches: Parts of a batch that run one after the other; if left out, the number with
-            which the step fits and is quickest. Train with `microbatches=found.microbatches`.
+        microbatches: Parts of a batch that run one after the other; default: the quickest that fit.
         seconds: The time limit for the integer program of one mesh.
-        memory_bytes: Memory of a device for state and activations; that of the chip if left out.
-        forbidden: Answers that are not given again: on the same mesh, at least a quarter of the
-            layouts are others.
+        memory_bytes: Memory of a device for state and activations; default: the chip's.
+        forbidden: Answers not to give again: a quarter of the layouts of their mesh must differ.
         notify: Called with a line after each mesh.
-
-    The search of several processes may end at different answers if it is cut short by `seconds`:
-    find rules once, and pass them on.
 
     Raises:
         MeshError: If the cluster, the mesh or the batch cannot be used.
@@ -79,20 +72,22 @@ def find_rules(
         DataError: If a leaf of the batch has no rows.
         ConfigError: If `microbatches` or `seconds` is not positive.
     """
-    if (microbatches is not None and microbatches < 1) or seconds <= 0:
-        raise ConfigError(
-            f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
-        )
-    cluster, dtypes = of_one_kind(on), precision_named(precision)
+    _check_positive(microbatches, seconds)
+    cluster, module = of_one_kind(on), functional(make, inputs, wrt)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    module = functional(make, inputs, wrt)
-    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, dtypes)
+    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, precision)
     classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
     search = Search(
         traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
     )
-    meshes = list(search.meshes()) if mesh is None else [_sizes(mesh, cluster)]
-    return search.best(meshes, seconds)
+    return search.best([_sizes(mesh, cluster)] if mesh else list(search.meshes()), seconds)
+
+
+def _check_positive(microbatches: int | None, seconds: float) -> None:
+    if (microbatches is not None and microbatches < 1) or seconds <= 0:
+        raise ConfigError(
+            f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
+        )
 
 
 def _traced(
@@ -102,10 +97,11 @@ def _traced(
     optimizer: optax.GradientTransformation,
     rules: AxisRules | None,
     inputs: Inputs,
-    precision: Precision,
+    precision: str | Precision,
 ) -> tuple[TracedLoss, TracedWorkload]:
     """Returns the trace of the loss, for the solver, and of the step, for the cost model."""
-    traced = trace_loss(module, loss, batch, optimizer, precision)
+    dtypes = precision_named(precision)
+    traced = trace_loss(module, loss, batch, optimizer, dtypes)
     workload = trace_workload(
         module,
         optimizer,
@@ -113,7 +109,7 @@ def _traced(
         batch,
         rules=rules or fsdp_alone(module.axes),
         inputs=inputs,
-        precision=precision,
+        precision=dtypes,
         names=traced.names,
     )
     return traced, workload

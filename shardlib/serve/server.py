@@ -38,8 +38,8 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a bound socket.
+def claim(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address, and does not listen yet.
 
     Raises:
         ConfigError: If the address cannot be used.
@@ -68,7 +68,7 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
     Args:
         service: What answers.
         bound: A bound socket.
-        started: Called with the address when the socket is open.
+        started: Called with the address once it takes connections.
     """
     config = uvicorn.Config(
         service.gate,
@@ -81,6 +81,8 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
     )
     server = _Server(config, service)
     service.start()
+    # Before the address is printed, so that nobody who reads it is refused.
+    bound.listen(config.backlog)
     host, port = bound.getsockname()[:2]
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     try:
