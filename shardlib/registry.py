@@ -45,6 +45,9 @@ class Decoding:
     `max_length` positions."""
     logits: Callable[..., Any]
     """`logits(model, hidden [groups, n, embed]) -> [groups, n, vocab]`."""
+    embedding: Callable[..., Any]
+    """`embedding(model, hidden [groups, n, embed]) -> [groups, n, features]`: the input of the
+    head."""
     max_length: Callable[..., int | None]
     """`max_length(config)`: the positions that the model has; None if any number."""
 

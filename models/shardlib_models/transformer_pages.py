@@ -47,9 +47,16 @@ def logits(model: "Transformer", hidden: jax.Array) -> jax.Array:
     return model.logits(hidden)
 
 
+def embedding(model: "Transformer", hidden: jax.Array) -> jax.Array:
+    """Returns the input of the head [groups, n, features] for residual streams."""
+    return model.normed(hidden)
+
+
 def max_length(config: TransformerConfig) -> int | None:
     """Returns the positions that a model has."""
     return config.max_positions
 
 
-DECODING = Decoding(pages=pages, step=step, logits=logits, max_length=max_length)
+DECODING = Decoding(
+    pages=pages, step=step, logits=logits, embedding=embedding, max_length=max_length
+)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from shardlib.engine.requests import Completion, FinishReason, Token
 from shardlib.engine.schedule import SequenceState
 from shardlib.engine.texts import TextStream
@@ -18,6 +20,8 @@ class Request:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     prompt_tokens: dict[int, Token] = dataclasses.field(default_factory=dict)
     """Tokens of the prompt by position, if their log probabilities are wanted."""
+    embedding: np.ndarray | None = None
+    """The embedding of the prompt, if it is wanted."""
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """Why the answer cannot be completed."""
@@ -58,6 +62,7 @@ class Request:
             self.finish_reason,
             cached,
             self.scored_prompt(),
+            self.embedding,
         )
 
     def scored_prompt(self) -> tuple[Token, ...]:

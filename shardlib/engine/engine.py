@@ -306,6 +306,17 @@ class Engine:
                 self.cancel(request)
         return [request.answer() for request in requests]
 
+    def embed(self, prompts: Prompt | Iterable[Prompt]) -> np.ndarray:
+        """Returns the embeddings of prompts: [prompts, features] float32, each of length 1.
+
+        It is what the head reads of the last token, as for models that are trained to embed texts.
+        Arguments and errors are as in `generate`.
+        """
+        answers = self.generate(prompts, Sampling(max_tokens=1, embedding=True))
+        if not answers:
+            raise ModelError("there are no prompts to embed.\n  Give one or more.")
+        return np.stack([one.embedding for one in answers if one.embedding is not None])
+
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Any
     ) -> Iterator[str]:
@@ -385,7 +396,10 @@ class Engine:
         if step.scores:
             self._record_prompts(step, jax.device_get(result.scores))
         drawn = jax.device_get(result.drawn)
-        for row, sequence in step.drawing(self._sizes.slots):
+        drawing = list(step.drawing(self._sizes.slots))
+        if any(sequence.sampling.embedding for _, sequence in drawing):
+            self._record_embeddings(drawing, jax.device_get(result.embeddings))
+        for row, sequence in drawing:
             self._record(sequence, drawn, row, version)
 
     def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
@@ -404,6 +418,15 @@ class Engine:
                 row = group, self._sizes.slots + number * self._sizes.lane + offset
                 token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
                 request.prompt_tokens[lane.start + offset + 1] = token
+
+    def _record_embeddings(
+        self, drawing: list[tuple[tuple[int, int], SequenceState]], vectors: np.ndarray
+    ) -> None:
+        for row, sequence in drawing:
+            request = self._requests.get(sequence)
+            # The first token follows the prompt, of which this is the last row.
+            if request is not None and sequence.sampling.embedding and not request.tokens:
+                request.embedding = vectors[row].copy()
 
     def _record(
         self, sequence: SequenceState, drawn: Drawn, row: tuple[int, int], version: int

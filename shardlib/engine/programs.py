@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.engine.by_rows import by_rows
+from shardlib.engine.embedding import embeddings
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
@@ -55,6 +56,8 @@ class StepArrays(NamedTuple):
     """The token after each row of a lane, where it is known: [groups, rows] int32."""
     wants_scores: np.ndarray
     """Whether any lane of a group wants the log probabilities of its targets: [groups] bool."""
+    wants_embeddings: np.ndarray
+    """Whether any lane of a group wants the embedding of its prompt: [groups] bool."""
 
 
 class StepResult(NamedTuple):
@@ -64,6 +67,8 @@ class StepResult(NamedTuple):
     """Of slots, then of `last_rows`: [groups, drawn] each."""
     scores: Drawn
     """Of the targets of all rows, if any are wanted: [groups, rows] each."""
+    embeddings: jax.Array
+    """Of the rows of `drawn`, if any are wanted: [groups, drawn, features] float32."""
 
 
 class EnginePrograms:
@@ -132,13 +137,17 @@ class EnginePrograms:
             x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
             last = jnp.concatenate([slots, arrays.last_rows], axis=1)
-            logits = self._decoding.logits(model, jnp.take_along_axis(x, last[..., None], axis=1))
+            hidden = jnp.take_along_axis(x, last[..., None], axis=1)
+            logits = self._decoding.logits(model, hidden)
             # All rows, also of slots: few rows may be computed with other bits.
             wanted, targets = jnp.any(arrays.wants_scores), jnp.asarray(arrays.targets)
             scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
             positions = jnp.take_along_axis(rows.positions, last, axis=1) + 1
             drawn = by_rows(draw, logits, arrays.settings, positions, arrays.added)
-            result = self._whole(StepResult(drawn, scores))
+            vectors = embeddings(
+                lambda: self._decoding.embedding(model, hidden), jnp.any(arrays.wants_embeddings)
+            )
+            result = self._whole(StepResult(drawn, scores, vectors))
             # Slots that did not decode keep their token: one that a lane draws is written after.
             is_active, tokens = rows.pages[:, :num_slots] > 0, result.drawn.tokens
             slots = jnp.where(is_active, tokens[:, :num_slots], state.tokens)
@@ -248,6 +257,7 @@ class Arranger:
             None,
             targets,
             np.asarray(any(lane.scores for lane in group.lanes)),
+            np.asarray(any(lane.sequence.sampling.embedding for lane in group.lanes)),
         )
 
     def _added(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
+import numpy as np
+
 from shardlib.errors import ModelError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -57,6 +59,8 @@ class Sampling:
     prompt_logprobs: bool = False
     """Whether the tokens of the prompt are returned with their log probabilities too. The whole
     prompt is then read, whatever the cache has of it."""
+    embedding: bool = False
+    """Whether the embedding of the prompt is returned; see `Completion.embedding`."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of all tokens that the answer has. Source: the OpenAI API."""
     frequency_penalty: float = 0.0
@@ -153,6 +157,10 @@ class Completion:
     """Tokens of the prompt whose keys and values were already in the cache."""
     prompt_tokens: tuple[Token, ...] = ()
     """The tokens of the prompt but the first, if the request wants their log probabilities."""
+
+    embedding: np.ndarray | None = None
+    """What the head reads of the last token of the prompt, divided by its length: [features]
+    float32, if the request wants it."""
 
     @property
     def ids(self) -> list[int]:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from shardlib.engine import Request as EngineRequest
 from shardlib.errors import ShardlibError
 from shardlib.serve.batch_jobs import BatchJobs
-from shardlib.serve.bodies import CHAT, COMPLETIONS, Asked, Speaker, Url, parse
+from shardlib.serve.bodies import CHAT, COMPLETIONS, EMBEDDINGS, Asked, Speaker, Url, parse
 from shardlib.serve.clients import ClientGoneError, EventStream, unless_gone
 from shardlib.serve.engine_thread import EngineThread, OpenAnswer
 from shardlib.serve.file_routes import add_file_routes
@@ -204,6 +204,10 @@ def _build(service: Service) -> FastAPI:
     @app.post(CHAT, **described(CHAT, service.speaker.name))
     async def chat_completions(request: Request) -> Response:
         return await service.answered(request, CHAT)
+
+    @app.post(EMBEDDINGS, **described(EMBEDDINGS, service.speaker.name))
+    async def embed(request: Request) -> Response:
+        return await service.answered(request, EMBEDDINGS)
 
     add_file_routes(app, service.jobs, service.limits.most_file_bytes)
     return app

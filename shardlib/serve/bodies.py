@@ -1,8 +1,8 @@
 """Bodies of requests, in the format of the OpenAI API.
 
-Source: the OpenAI API reference, "Completions" and "Chat". The fields `suffix` and `best_of` are
-not served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are added, and `response_format` has
-the types `regex` and `lark` besides.
+Source: the OpenAI API reference, "Completions", "Chat" and "Embeddings". The fields `suffix`,
+`best_of` and `dimensions` are not served. `top_k`, `min_p`, `stop_token_ids` and `ignore_eos` are
+added, and `response_format` has the types `regex` and `lark` besides.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from typing import Any, Literal
 from shardlib.engine import Grammar, Sampling
 from shardlib.errors import DataError, ModelError, ShardlibError, did_you_mean
 
-Url = Literal["/v1/completions", "/v1/chat/completions"]
+Url = Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings"]
 COMPLETIONS: Url = "/v1/completions"
 CHAT: Url = "/v1/chat/completions"
+EMBEDDINGS: Url = "/v1/embeddings"
 _COMMON = {
     "model": str,
     "temperature": float,
@@ -48,6 +49,7 @@ FIELDS: Mapping[Url, Mapping[str, Any]] = {
         "tools": list,
         "tool_choice": str,
     },
+    EMBEDDINGS: {"model": str, "input": (str, list), "encoding_format": str, "user": str},
 }
 _COMPLETION_TOKENS = 16
 """Tokens of a completion without `max_tokens`. Source: the OpenAI API reference."""
@@ -85,6 +87,8 @@ class Asked:
     """Whether the answer is sent in pieces."""
     includes_usage: bool = False
     """Whether the numbers of tokens follow the last piece."""
+    in_base64: bool = False
+    """Whether embeddings are the base64 of their float32, little end first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
             the message lists all faults of a kind.
     """
     if url not in FIELDS:
-        raise BodyError(f"no URL is called {url!r}.\n  Use {COMPLETIONS} or {CHAT}.")
+        raise BodyError(f"no URL is called {url!r}.\n  Use {', '.join(FIELDS)}.")
     known: Url = url  # type: ignore[assignment]
     if not isinstance(body, Mapping):
         raise BodyError(f"the body is {type(body).__name__}.\n  Give a JSON object.")
@@ -125,8 +129,10 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
             status=404,
             code="model_not_found",
         )
+    if known == EMBEDDINGS:
+        return _embeddings(given)
     streams, includes_usage = _streaming(given, may_stream)
-    prompts = _prompts(given) if known == COMPLETIONS else (_chat(given, speaker),)
+    prompts = _prompts(given, "prompt") if known == COMPLETIONS else (_chat(given, speaker),)
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
@@ -181,11 +187,20 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
-    prompt = given.get("prompt")
+def _embeddings(given: Mapping[str, Any]) -> Asked:
+    form = given.get("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise BodyError(f"encoding_format is {form!r}.\n  Give 'float' or 'base64'.")
+    sampling = Sampling(max_tokens=1, embedding=True)
+    prompts, in_base64 = _prompts(given, "input"), form == "base64"
+    return Asked(EMBEDDINGS, prompts, (sampling,), False, drops_answer=True, in_base64=in_base64)
+
+
+def _prompts(given: Mapping[str, Any], name: str) -> tuple[str | tuple[int, ...], ...]:
+    prompt = given.get(name)
     every: Any = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not every or not all(isinstance(one, str) or _is_tokens(one) for one in every):
-        raise BodyError("prompt is not a text.\n  Give a text, token ids, or a list of these.")
+        raise BodyError(f"{name} is not a text.\n  Give a text, token ids, or a list of these.")
     prompts: list[str | tuple[int, ...]] = [
         one if isinstance(one, str) else tuple(one) for one in every
     ]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardlib.serve.bodies import COMPLETIONS, FIELDS, Url
+from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, Url
 
 _TYPES = {
     str: "string",
@@ -12,7 +12,7 @@ _TYPES = {
     list: "array",
     dict: "object",
 }
-_NEEDED = {COMPLETIONS: "prompt"}
+_NEEDED = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 16}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _MESSAGE = {
@@ -20,8 +20,11 @@ _MESSAGE = {
     "properties": {"role": {"type": "string"}, "content": {"type": ["string", "null"]}},
     "required": ["role", "content"],
 }
+_PROMPT = {"anyOf": [{"type": "string", "minLength": 1}, _TOKENS, _TEXTS]}
 _NARROWER: dict[str, dict[str, Any]] = {
-    "prompt": {"anyOf": [{"type": "string", "minLength": 1}, _TOKENS, _TEXTS]},
+    "prompt": _PROMPT,
+    "input": _PROMPT,
+    "encoding_format": {"enum": ["float", "base64", None]},
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS, {"type": "null"}]},
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},

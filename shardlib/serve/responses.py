@@ -1,8 +1,9 @@
 """Bodies of responses, whole and in pieces, in the format of the OpenAI API.
 
-Source: the OpenAI API reference, "Completions", "Chat" and "Streaming".
+Source: the OpenAI API reference, "Completions", "Chat", "Embeddings" and "Streaming".
 """
 
+import base64
 import dataclasses
 import itertools
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardlib.engine import Completion, Token
-from shardlib.serve.bodies import CHAT, Asked, Speaker
+from shardlib.serve.bodies import CHAT, EMBEDDINGS, Asked, Speaker
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -33,6 +34,8 @@ def response(
         identity: The id of the response.
         created: Seconds since 1970.
     """
+    if asked.url == EMBEDDINGS:
+        return _embeddings(asked, completions, speaker)
     is_chat = asked.url == CHAT
     return {
         "id": identity,
@@ -42,6 +45,27 @@ def response(
         "choices": [_choice(asked, index, one, speaker) for index, one in enumerate(completions)],
         "usage": usage(asked, completions),
     }
+
+
+def _embeddings(
+    asked: Asked, completions: Sequence[Completion], speaker: Speaker
+) -> dict[str, Any]:
+    counts = usage(asked, completions)
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _vector(asked, one)}
+            for index, one in enumerate(completions)
+        ],
+        "model": speaker.name,
+        "usage": {name: counts[name] for name in ("prompt_tokens", "total_tokens")},
+    }
+
+
+def _vector(asked: Asked, one: Completion) -> str | list[float]:
+    assert one.embedding is not None, "the request asks for it"
+    vector = one.embedding.astype("<f4")
+    return base64.b64encode(vector.tobytes()).decode() if asked.in_base64 else vector.tolist()
 
 
 def usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardlib.engine import Engine, Sampling
 from shardlib.errors import ModelError
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import generate
+from shardlib_models.transformer_attention import Context
 
 
 def prompts(count, seed=0, longest=60):
@@ -306,6 +307,25 @@ def test_equal_bits_are_not_promised_in_16_bits(served):
     wrong = dataclasses.replace(served, model=nnx.merge(graphdef, half))
     with pytest.raises(ModelError, match="deterministic=True with parameters in bfloat16 on cpu"):
         Engine(wrong, context=64, deterministic=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 32, "pages": 5}], ids=["whole", "few pages"])
+def test_embeddings_are_what_the_head_reads(served, options):
+    engine = Engine(served, slots=4, context=64, **options)
+    prompts = [list(range(5, 5 + n)) for n in (1, 16, 40)]
+    # The second time the cache has all but the last page.
+    for _ in range(2):
+        found = engine.embed([*prompts, prompts[-1]])
+        for prompt, vector in zip(prompts, found, strict=False):
+            tokens = jnp.asarray([prompt])
+            x, _, _ = served.model.hidden(tokens, jnp.arange(len(prompt))[None], Context())
+            expected = np.asarray(served.model.normed(x)[0, -1])
+            length = np.linalg.norm(expected)
+            np.testing.assert_allclose(vector, expected / length, atol=1e-6)
+        np.testing.assert_array_equal(found[2], found[3])
+    assert engine.stats().num_running == 0
+    with pytest.raises(ModelError, match="no prompts to embed"):
+        engine.embed([])
 
 
 @pytest.mark.mesh

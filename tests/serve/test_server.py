@@ -1,6 +1,7 @@
 """The server: the official client's view, limits, faults and its end."""
 
 import asyncio
+import base64
 import collections
 import contextlib
 import ctypes
@@ -11,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from byte_decoder import Served, client, new_engine, serving, wait_until
@@ -120,6 +122,18 @@ def test_tools_are_rendered_by_the_template(official):
     assert [count - counts[0] for count in counts] == [0, len("[look_up]"), 0]
 
 
+def test_embeddings_are_those_of_the_engine(official, engine):
+    (expected,) = engine.embed("one")
+    for form in ("float", "base64"):
+        found = official.embeddings.create(model="tiny", input=["two", "one"], encoding_format=form)
+        vector = found.data[1].embedding
+        if form == "base64":
+            vector = np.frombuffer(base64.b64decode(vector), "<f4")
+        np.testing.assert_allclose(vector, expected, atol=1e-6)
+    assert found.usage.prompt_tokens == found.usage.total_tokens == 6
+    assert official.embeddings.create(model="tiny", input=[1, 2, 3]).data[0].index == 0
+
+
 def test_models(official):
     assert [one.id for one in official.models.list()] == ["tiny"]
     assert official.models.retrieve("tiny").owned_by == "shardlib"
@@ -151,6 +165,15 @@ def test_bodies_that_cannot_be_answered(http):
         answer = http.post("/v1/completions", content=content, headers={"content-type": kind})
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
+    for body, text in (
+        ({"prompt": "a"}, "no field 'prompt'"),
+        ({"input": ""}, "the prompt has no tokens"),
+        ({"input": []}, "input is not a text"),
+        ({"input": "a", "encoding_format": "int8"}, "'float' or 'base64'"),
+        ({"input": "a", "dimensions": 8}, "no field 'dimensions'"),
+    ):
+        answer = http.post("/v1/embeddings", json=body)
+        assert (answer.status_code, text in answer.text) == (400, True), answer.text
     form = {"response_format": {"type": "regex", "regex": "a(b"}, "prompt": "a"}
     answer = http.post("/v1/completions", json=form)
     assert (answer.status_code, "grammar" in answer.text) == (400, True)
