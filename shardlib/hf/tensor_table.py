@@ -164,13 +164,24 @@ class TensorTable:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the name and the values of every tensor of theirs, in the order of `tensors`.
 
+        All lie in one buffer of the size of the largest: values hold until the next are drawn.
+
         Args:
             fill: `fill(view, path, at)` writes our parameter at leading indices into a view.
             dtype: Returns the dtype of the parameter of a path.
         """
-        for parts in self._parts.values():
+        specs = {
+            theirs: (self._shape(parts[0]), np.dtype(dtype(parts[0].ours)))
+            for theirs, parts in self._parts.items()
+        }
+        sizes = {
+            theirs: math.prod(shape) * kind.itemsize for theirs, (shape, kind) in specs.items()
+        }
+        buffer = np.empty(max(sizes.values(), default=0), np.uint8)
+        for theirs, parts in self._parts.items():
+            shape, kind = specs[theirs]
             for at, name in self._names(parts[0]):
-                out = np.empty(self._shape(parts[0]), dtype(parts[0].ours))
+                out = buffer[: sizes[theirs]].view(kind).reshape(shape)
                 for part in parts:
                     fill(self._view(part, out), part.ours, at)
                 yield name, out

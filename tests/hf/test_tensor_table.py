@@ -2,6 +2,7 @@
 
 import string
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,13 +10,15 @@ from hypothesis import strategies as st
 
 from shardlib.errors import ModelError
 from shardlib.hf.tensor_table import Parameter, TensorTable, rows
+from shardlib.hf.tiled_copy import copy
 
 
 def written(layout, params):
     def fill(view, path, at):
         view[...] = params[path][at]
 
-    return dict(layout.write(fill, lambda path: params[path].dtype))
+    given = layout.write(fill, lambda path: params[path].dtype)
+    return {name: values.copy() for name, values in given}
 
 
 def read(layout, path, tensors, index=None):
@@ -104,6 +107,23 @@ def test_any_shard_of_any_table_is_a_slice_of_the_whole(table, data):
         index.append(slice(start, data.draw(st.integers(start + 1, size))))
     shard = read(layout, "p", theirs, tuple(index))
     np.testing.assert_array_equal(shard, ours[tuple(index)])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 7, 300]), max_size=4).filter(lambda n: np.prod(n) < 10**6),
+    st.sampled_from([np.uint8, ml_dtypes.bfloat16, np.float32, np.complex128]),
+    st.data(),
+)
+def test_copies_of_transposed_arrays(shape, dtype, data):
+    orders = [data.draw(st.permutations(range(len(shape)))) for _ in range(2)]
+    out, values = (
+        np.zeros([shape[dim] for dim in order], dtype).transpose(np.argsort(order).astype(int))
+        for order in orders
+    )
+    values[...] = np.random.default_rng(0).integers(0, 100, shape)
+    copy(out, values)
+    np.testing.assert_array_equal(out, values)
 
 
 def test_a_parameter_without_a_row_is_refused():
