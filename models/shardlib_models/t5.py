@@ -15,7 +15,7 @@ from shardlib.errors import ModelError
 from shardlib.losses import Mean, cross_entropy
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.registry import PAIRS, DataSpec, ModelFamily
-from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
+from shardlib_models.layers import Embedding, Linear, dropout, read_by_head, residual, whole
 from shardlib_models.sizes import T5_SIZES
 from shardlib_models.t5_config import TAGS, T5Config, validate
 from shardlib_models.t5_decode import generate
@@ -155,8 +155,9 @@ class T5(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of the output of the decoder."""
         if self.head is not None:
-            return project(self.head, x)
-        return project(self.token_embedding, x * jnp.asarray(x.shape[-1] ** -0.5, x.dtype))
+            return project(self.head, read_by_head(x))
+        x = x * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        return project(self.token_embedding, read_by_head(x))
 
 
 def both_ids(

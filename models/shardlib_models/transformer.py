@@ -18,7 +18,7 @@ from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
-from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
+from shardlib_models.layers import Embedding, Linear, dropout, read_by_head, residual, whole
 from shardlib_models.sizes import SIZES
 from shardlib_models.transformer_attention import Cache, Context, norm_of
 from shardlib_models.transformer_block import Block
@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
-        return project(self._logit_head, self.normed(x), *self._logit_options())
+        return project(self._logit_head, read_by_head(self.normed(x)), *self._logit_options())
 
     @property
     def _logit_head(self) -> Embedding | Linear:
@@ -175,7 +175,9 @@ class Transformer(nnx.Module):
             return cross_entropy(self.logits(x), targets, mask, **options)
         graphdef, weights = nnx.split(self._logit_head)
         return chunked_cross_entropy(
-            lambda weights, x: project(nnx.merge(graphdef, weights), x, *self._logit_options()),
+            lambda weights, x: project(
+                nnx.merge(graphdef, weights), whole(x), *self._logit_options()
+            ),
             weights,
             whole(self.normed(x)),
             targets,
@@ -223,8 +225,7 @@ def with_rotations(
 def project(
     head: Embedding | Linear, x: jax.Array, softcap: float | None = None, divisor: float = 1.0
 ) -> jax.Array:
-    """Returns the logits [batch, length, vocab] of a normalised residual stream."""
-    x = whole(x)
+    """Returns the logits [batch, length, vocab] of a normalised residual stream, placed whole."""
     logits = head.attend(x) if isinstance(head, Embedding) else head(x)
     if divisor != 1.0:
         logits = logits / divisor

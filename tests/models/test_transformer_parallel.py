@@ -11,6 +11,8 @@ import pytest
 import shardlib as sl
 from shardlib.errors import RuleError
 from shardlib.explain.analysis.collectives import collectives
+from shardlib.explain.aot.topology import devices_of
+from shardlib.hardware import parse_cluster
 from shardlib.mesh import make_mesh
 from shardlib.registry import DataSpec
 from shardlib.rules import SEQUENCE, STANDARD
@@ -119,6 +121,19 @@ def test_under_sequence_rules_branches_gather_what_they_read():
     # Forward what enters attention and MLP, backward the gradients of what comes out of them.
     assert [c.shapes for c in gathers] == [(residual,)] * 4
     assert [("transpose" in c.op_name) for c in gathers].count(True) == 2
+
+
+@pytest.mark.aot
+def test_under_sequence_rules_a_gpu_sums_no_activation_whole():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    mesh = make_mesh("fsdp=4,tensor=2", devices=devices_of(parse_cluster("8xh100")))
+    config = TransformerConfig(**SMALL, num_kv_heads=8, attention="xla")
+    state = make_state(config, mesh, SEQUENCE, sl.abstract_state)
+    batch = jax.eval_shape(batch_of)
+    found = collectives(make_step().lower(state, batch).compile(), mesh)
+    # The residual stream of a device has 4,096 bytes, statistics of its positions 128.
+    kinds = {c.kind for c in found if c.mesh_axes == ("tensor",) and c.bytes >= 4096}
+    assert kinds == {"all-gather", "reduce-scatter"}
 
 
 def test_a_length_that_sequence_rules_cannot_cut_is_refused():
