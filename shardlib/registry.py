@@ -36,8 +36,8 @@ class Decoding:
     """How the engine runs the decoders of a family: pure functions of the module."""
 
     pages: Callable[..., Any]
-    """`pages(model, num_groups, num_pages, page_size)`: zero `shardlib.nn.attention.Pages` of each
-    stack of layers, in a tuple."""
+    """`pages(model, num_groups, num_pages, page_size, dtype)`: zero `shardlib.nn.attention.Pages`
+    of each stack of layers, in a tuple. `dtype` is int8, or None for that of the model."""
     step: Callable[..., Any]
     """`step(model, tokens, rows, pages, max_length) -> (hidden [groups, rows, embed], pages)`.
 

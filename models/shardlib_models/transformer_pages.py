@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 
 def pages(
-    model: "Transformer", num_groups: int, num_pages: int, page_size: int
+    model: "Transformer",
+    num_groups: int,
+    num_pages: int,
+    page_size: int,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Pages, ...]:
-    """Returns zero pages of each stack of layers, in the dtype of the embeddings."""
-    config, dtype = model.config, model.token_embedding.embedding[...].dtype
+    """Returns zero pages of each stack of layers, in the dtype of the embeddings or another."""
+    config = model.config
+    dtype = model.token_embedding.embedding[...].dtype if dtype is None else dtype
     dense = config.num_dense_layers
     counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
     sizes = num_groups, num_pages, page_size, config.kv_heads

@@ -11,6 +11,7 @@ import typer
 from shardlib.cli.arguments import AsJson
 from shardlib.cli.engine_options import (
     SERVED_HELP,
+    Cache,
     Chunk,
     Context,
     Deterministic,
@@ -18,6 +19,7 @@ from shardlib.cli.engine_options import (
     Name,
     Pages,
     Slots,
+    Weights,
     open_engine,
 )
 from shardlib.tables import aligned
@@ -43,6 +45,8 @@ def batch(
     pages: Pages = None,
     chunk: Chunk = 256,
     deterministic: Deterministic = False,
+    weights: Weights = None,
+    cache: Cache = None,
     mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +55,7 @@ def batch(
 
     engine, speaker = open_engine(
         model, mesh=mesh, name=name, slots=slots, context=context, pages=pages, chunk=chunk,
-        deterministic=deterministic,
+        deterministic=deterministic, weights=weights, cache=cache,
     )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:

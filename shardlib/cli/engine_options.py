@@ -28,6 +28,14 @@ Deterministic = Annotated[
     bool,
     typer.Option("--deterministic", help="Bits do not depend on others (CPU, float32)."),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="int8", help="Kernels of layers in 8 bits; default: as they are."),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(metavar="int8", help="Keys and values in 8 bits; default: as the model."),
+]
 Mesh = Annotated[
     str | None,
     typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),

@@ -8,6 +8,7 @@ import typer
 from shardlib.cli.arguments import warn
 from shardlib.cli.engine_options import (
     SERVED_HELP,
+    Cache,
     Chunk,
     Context,
     Deterministic,
@@ -15,6 +16,7 @@ from shardlib.cli.engine_options import (
     Name,
     Pages,
     Slots,
+    Weights,
     open_engine,
 )
 from shardlib.errors import require
@@ -52,6 +54,8 @@ def serve(
     files: Files = None,
     body_bytes: BodyBytes = 2**24,
     deterministic: Deterministic = False,
+    weights: Weights = None,
+    cache: Cache = None,
     mesh: Mesh = None,
 ) -> None:
     """Answer the OpenAI API over HTTP; SIGTERM answers what is open, then ends."""
@@ -69,7 +73,7 @@ def serve(
     bound = claim(host, port)
     engine, speaker = open_engine(
         model, mesh=mesh, name=name, slots=slots, context=context, pages=pages, chunk=chunk,
-        deterministic=deterministic,
+        deterministic=deterministic, weights=weights, cache=cache,
     )  # fmt: skip
     if host not in _LOCAL and not keys:
         warn(f"anyone who reaches {host} may ask: there are no API keys. Give --api-keys.")

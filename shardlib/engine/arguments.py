@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from shardlib.engine.requests import Sampling
+from shardlib.engine.servable import Servable
 from shardlib.errors import ModelError
+from shardlib.registry import Decoding
 
 Prompt = str | Sequence[int]
 
@@ -55,6 +57,25 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
             "  Give the text, or the list of its token ids."
         )
     return tuple(ids.tolist())
+
+
+def decoding_of(servable: Servable) -> Decoding:
+    """Returns how a model decodes; raises `ModelError` if the engine does not run it."""
+    if (decoding := servable.family.decoding) is not None:
+        return decoding
+    raise ModelError(
+        f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
+        "  Load a language model, such as Llama or GPT-2."
+    )
+
+
+def check_bits(**kinds: str | None) -> None:
+    """Raises `ModelError` for bits that weights or the cache cannot have."""
+    if wrong := [f"{name}={kind!r}" for name, kind in kinds.items() if kind not in (None, "int8")]:
+        raise ModelError(
+            f"{', '.join(wrong)} is not known.\n  Give 'int8', or leave it out for the dtype of "
+            "the model."
+        )
 
 
 def check_exact(params: Any) -> None:

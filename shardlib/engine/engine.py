@@ -16,8 +16,9 @@ from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
+    check_bits,
     check_exact,
-    check_same,
+    decoding_of,
     one_each,
     one_sampling,
     prompt_list,
@@ -37,6 +38,7 @@ from shardlib.engine.schedule import EngineStep, GroupStep, Scheduler, SequenceS
 from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream
+from shardlib.engine.weights import Bits, ServedWeights
 from shardlib.errors import ModelError
 from shardlib.sharding.constrain import Scope
 
@@ -64,6 +66,10 @@ class Engine:
         deterministic: Whether the bits of an answer depend on its request alone, and not on other
             requests, the prefix cache, `chunk`, preemption or `overlap`. Tested with float32
             parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
+        weights: `int8` for kernels of layers in 8 bits with a scale for each output, widened where
+            they are read; None for weights as they are.
+        cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
+            for the dtype of the model.
 
     Raises:
         ModelError: If the model is not a decoder that the engine runs, sizes do not fit, or
@@ -83,14 +89,14 @@ class Engine:
         prefix_cache: bool = True,
         overlap: bool = True,
         deterministic: bool = False,
+        weights: Bits | None = None,
+        cache: Bits | None = None,
     ):
-        decoding = servable.family.decoding
-        if decoding is None:
-            raise ModelError(
-                f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
-                "  Load a language model, such as Llama or GPT-2."
-            )
-        params = nnx.state(servable.model)
+        check_bits(weights=weights, cache=cache)
+        decoding = decoding_of(servable)
+        self._weights = ServedWeights(servable.model, weights)
+        model = self._weights.served(nnx.state(servable.model))
+        params = nnx.state(model)
         sizes = self._sizes = engine_sizes(
             groups=num_groups(servable.scope, params),
             slots=slots,
@@ -101,9 +107,9 @@ class Engine:
             lane=lane,
             max_length=decoding.max_length(servable.config),
             deterministic=deterministic,
+            cache=cache,
         )
-        self.context = sizes.context
-        self.vocab_size: int = servable.config.vocab_size
+        self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
@@ -116,7 +122,7 @@ class Engine:
             lane_width=lane,
             share_prefixes=prefix_cache,
         )
-        self._programs = EnginePrograms(servable.model, decoding, servable.scope, sizes)
+        self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes)
         if deterministic:
             check_exact(params)
@@ -349,9 +355,9 @@ class Engine:
         Raises:
             ModelError: If structure, shapes or dtypes differ.
         """
-        check_same(self._params, params)
+        served = nnx.state(self._weights.served(params))
         with self._lock:
-            self._params = self._placed(params)
+            self._params = self._placed(served)
             self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
 

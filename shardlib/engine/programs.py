@@ -111,7 +111,8 @@ class EnginePrograms:
     def _empty(self, params: nnx.State) -> DeviceState:
         model, sizes = nnx.merge(self._graphdef, params), self._sizes
         with self._scoped():
-            pages = self._decoding.pages(model, sizes.groups, sizes.num_pages, sizes.page_size)
+            counts, dtype = (sizes.groups, sizes.num_pages, sizes.page_size), sizes.cache
+            pages = self._decoding.pages(model, *counts, dtype and jnp.dtype(dtype))
             tokens = jnp.zeros((sizes.groups, sizes.slots), jnp.int32)
             return DeviceState(pages, constrain(tokens, "batch", None))
 

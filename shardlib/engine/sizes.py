@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 from shardlib.errors import ModelError
 
@@ -27,6 +28,7 @@ class EngineSizes:
         lane: Tokens of a lane.
         lane_counts: Numbers of lanes that a program may have, ascending.
         least_drawn: Rows that draw a token at least, read or not.
+        cache: Whether keys and values have 8 bits, or the dtype of the model.
     """
 
     groups: int
@@ -37,6 +39,7 @@ class EngineSizes:
     lane: int
     lane_counts: tuple[int, ...]
     least_drawn: int
+    cache: Literal["int8"] | None = None
 
     @property
     def pages_a_row(self) -> int:
@@ -55,12 +58,14 @@ def engine_sizes(
     max_length: int | None,
     deterministic: bool,
     groups: int = 1,
+    cache: Literal["int8"] | None = None,
 ) -> EngineSizes:
     """Returns the sizes of an engine, from arguments as `Engine` takes them.
 
     Args:
         max_length: Positions of the model; None for any number.
         groups: Groups of devices, which share the slots and the pages.
+        cache: As in `EngineSizes`.
 
     Raises:
         ModelError: If sizes do not fit.
@@ -81,6 +86,7 @@ def engine_sizes(
         lane=lane,
         lane_counts=tuple(sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)})),
         least_drawn=least_rows,
+        cache=cache,
     )
 
 

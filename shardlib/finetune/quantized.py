@@ -10,6 +10,7 @@ Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", s
 (the levels of NormalFloat); Dettmers et al. 2022, "LLM.int8()", sec. 2, for scales by output.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -55,11 +56,23 @@ class QuantizedKernel(nnx.Module):
     """A kernel in few bits, read as `kernel[...]` like a parameter; see the module.
 
     Leading dims, as in a stack of layers, are kept.
+
+    Args:
+        kernel: The kernel.
+        kind: The kind.
+        num_inputs, num_outputs: Its numbers of dims.
+        dtype: The dtype in which it is read; None for that of the scales.
     """
 
-    def __init__(self, kernel: Any, kind: Kind, num_inputs: int, num_outputs: int):
-        """Args: the kernel, the kind, and its numbers of dims for inputs and for outputs."""
-        self.kind, self.num_outputs = kind, num_outputs
+    def __init__(
+        self,
+        kernel: Any,
+        kind: Kind,
+        num_inputs: int,
+        num_outputs: int,
+        dtype: jax.typing.DTypeLike | None = None,
+    ):
+        self.kind, self.num_outputs, self.read_dtype = kind, num_outputs, dtype
         self.names = axes_of(kernel)
         last = len(kernel.shape) - num_outputs
         if kind == "int8":
@@ -93,18 +106,29 @@ class QuantizedKernel(nnx.Module):
         return {"out_sharding": self.names[len(self.names) - self.ndim :]}
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """Returns the kernel, or a part of it, in the dtype of the scales."""
+        """Returns the kernel, or a part of it."""
+        kernel = self._widened()
+        return (kernel if self.read_dtype is None else kernel.astype(self.read_dtype))[index]
+
+    def _widened(self) -> jax.Array:
+        """Returns the kernel in the dtype of the scales."""
         values, scales = self.values[...], self.scales[...]
         if self.kind == "int8":
-            return (values.astype(scales.dtype) * scales)[index]
+            return values.astype(scales.dtype) * scales
         last = values.ndim - self.num_outputs - 1
         codes = jnp.stack([values >> 4, values & 15], axis=last + 1)
         levels = jnp.asarray(_LEVELS, scales.dtype)[codes.astype(jnp.int32)]
         blocked = levels.reshape(*scales.shape[: last + 1], -1, *scales.shape[last + 1 :])
-        return (blocked * jnp.expand_dims(scales, last + 1)).reshape(self.shape)[index]
+        return (blocked * jnp.expand_dims(scales, last + 1)).reshape(self.shape)
 
 
-def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("**layers/**",)) -> Any:
+def quantize(
+    model: nnx.Module,
+    kind: Kind,
+    *,
+    targets: Sequence[str] = ("**layers/**",),
+    keep_dtype: bool = False,
+) -> Any:
     """Returns a model whose projections hold their kernels in few bits; `model` is not changed.
 
     Apply it before `lora`: a quantized kernel is frozen.
@@ -113,6 +137,8 @@ def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("**laye
         model: Any NNX model.
         kind: `int8` or `nf4`.
         targets: Patterns over the paths of projections; by default all of stacked layers.
+        keep_dtype: Whether kernels are read in the dtype that they had. Otherwise it is that of
+            their scales, which a precision policy sets.
 
     Raises:
         ModelError: If the kind is unknown, a pattern matches no projection, or a kernel does not
@@ -132,7 +158,8 @@ def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("**laye
             "  Leave them out of targets, or use int8."
         )
     for module in found.values():
-        module.kernel = QuantizedKernel(module.kernel, kind, *num_dims(module))
+        dtype = module.kernel[...].dtype if keep_dtype else None
+        module.kernel = QuantizedKernel(module.kernel, kind, *num_dims(module), dtype)
     return model
 
 
@@ -142,6 +169,8 @@ def _last_input(module: Any) -> int:
     return shape[len(shape) - num_outputs - 1]
 
 
+# Compiled, so that no float32 copy of a stack of layers is made.
+@functools.partial(jax.jit, static_argnums=1)
 def _to_int8(kernel: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=dims, keepdims=True)
     scales = jnp.where(largest > 0, largest, 1.0) / 127.0

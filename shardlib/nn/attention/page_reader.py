@@ -33,6 +33,9 @@ class GroupPages(NamedTuple):
 
     key: jax.Array
     value: jax.Array
+    key_scale: jax.Array | None = None
+    """Of int8 pages: [layers, pages, kv_heads * page_size] float32."""
+    value_scale: jax.Array | None = None
 
     def written(
         self,
@@ -44,13 +47,33 @@ class GroupPages(NamedTuple):
     ) -> "GroupPages":
         """Returns the pages with a key and a value [rows, kv_heads, dims] of each row in one layer,
         at a position [rows] of a page [rows]."""
-        at = positions % self.key.shape[2]
+        page_size, heads = self.key.shape[2], jnp.arange(key.shape[1], dtype=jnp.int32)
+        at = positions % page_size
 
-        def write(pages: jax.Array, new: jax.Array) -> jax.Array:
+        def write(
+            pages: jax.Array, scales: jax.Array | None, new: jax.Array
+        ) -> tuple[jax.Array, jax.Array | None]:
+            if scales is not None:
+                new, factors = _in_int8(new)
+                of_heads = heads[None] * page_size + at[:, None]
+                scales = scales.at[layer, at_pages[:, None], of_heads].set(factors)
             new = new.reshape(new.shape[0], -1).astype(pages.dtype)
-            return pages.at[layer, at_pages, at].set(new)
+            return pages.at[layer, at_pages, at].set(new), scales
 
-        return GroupPages(write(self.key, key), write(self.value, value))
+        keys, key_scale = write(self.key, self.key_scale, key)
+        values, value_scale = write(self.value, self.value_scale, value)
+        return GroupPages(keys, values, key_scale, value_scale)
+
+
+def _in_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rows [rows, kv_heads, dims] as int8 from -127 to 127, and scales [rows, kv_heads].
+
+    Source: Dettmers et al. 2022, "LLM.int8()", sec. 2, with a scale for each head of each row.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    scales = jnp.where(largest > 0, largest, 1.0) / 127.0
+    return jnp.round(x / scales[..., None]).astype(jnp.int8), scales
 
 
 def attend_group(
@@ -67,15 +90,15 @@ def attend_group(
     together: bool,
 ) -> jax.Array:
     """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`."""
-    num_rows, heads, head_dim = query.shape
+    (num_rows, heads, head_dim), dtype = query.shape, query.dtype
     kv_heads = pages.key.shape[3] // head_dim
     group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
     if together:
         # Products of 16 bits; their sums are float32.
-        query = query.astype(pages.key.dtype)
-    reader = _BlockReader(pages, kv_heads, layer, mask, window, together)
+        query = query.astype(dtype)
+    reader = _BlockReader(pages, kv_heads, layer, mask, window, together, dtype)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
@@ -86,7 +109,7 @@ def attend_group(
     if lanes.shape[0]:
         of_lanes = reader.of_lanes(query[slots:], positions[slots:], lanes, start)
         sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
-    return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(pages.value.dtype)
+    return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(dtype)
 
 
 class _Sums(NamedTuple):
@@ -106,6 +129,8 @@ class _BlockReader(NamedTuple):
     mask: Mask
     window: jax.Array | int | None
     together: bool
+    dtype: jax.typing.DTypeLike
+    """Of keys and values, once they are read."""
 
     @property
     def pages_a_block(self) -> int:
@@ -187,12 +212,19 @@ class _BlockReader(NamedTuple):
         """
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
-        def read(cache: jax.Array) -> jax.Array:
+        def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
             found = cache[self.layer, pages].reshape(self.block, self.kv_heads, -1)
-            return jnp.moveaxis(found, 0, 1)
+            found = jnp.moveaxis(found, 0, 1)
+            if scales is None:
+                return found
+            factors = scales[self.layer, pages].reshape(self.pages_a_block, self.kv_heads, -1)
+            factors = jnp.moveaxis(factors, 0, 1).reshape(self.kv_heads, self.block, 1)
+            return (found.astype(jnp.float32) * factors).astype(self.dtype)
 
         is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
-        return read(self.pages.key), jnp.where(is_own[:, None], read(self.pages.value), 0)
+        key = read(self.pages.key, self.pages.key_scale)
+        value = read(self.pages.value, self.pages.value_scale)
+        return key, jnp.where(is_own[:, None], value, 0)
 
     def _added(
         self,

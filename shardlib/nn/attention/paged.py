@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention.mask import Mask
@@ -27,8 +27,11 @@ class Pages(NamedTuple):
     """Keys and values of a stack of layers, all heads of a position together. Rows without a
     sequence write into page 0 of their group, which no sequence owns."""
 
-    key: Float[Array, "layers groups pages page_size key_width"]
-    value: Float[Array, "layers groups pages page_size value_width"]
+    key: Num[Array, "layers groups pages page_size key_width"]
+    value: Num[Array, "layers groups pages page_size value_width"]
+    key_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
+    """Of int8 pages, what each head of each position is multiplied by; heads first."""
+    value_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
 
 
 class Rows(NamedTuple):
@@ -59,21 +62,25 @@ def empty_pages(
     Args:
         num_layers, num_groups, num_pages, page_size, kv_heads: Sizes.
         dims: Dims of a head of keys and of values.
-        dtype: Of both.
+        dtype: Of both; int8 for keys and values in 8 bits, with a scale for each.
     """
 
-    def zeros(size: int) -> jax.Array:
-        pages = jnp.zeros((num_layers, num_groups, num_pages, page_size, kv_heads * size), dtype)
+    def zeros(dtype: jax.typing.DTypeLike, *last: int) -> jax.Array:
+        pages = jnp.zeros((num_layers, num_groups, num_pages, *last), dtype)
         scope = active()
         if scope is None:
             return pages
         # Cut between heads, or not at all.
         names, sizes = ("batch", "kv_heads"), (num_groups, kv_heads)
         groups, heads = scope.sharding(names, sizes, "activations").spec
-        spec = P(None, groups, None, None, heads)
+        spec = P(None, groups, *[None] * len(last), heads)
         return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
 
-    return Pages(*map(zeros, dims))
+    pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
+    if dtype != jnp.int8:
+        return Pages(*pages)
+    # Heads and positions share a dim: TPUs lay out the last one in tiles of 128.
+    return Pages(*pages, *[zeros(jnp.float32, kv_heads * page_size) for _ in dims])
 
 
 def attend_pages(
@@ -109,7 +116,7 @@ def attend_pages(
     def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
         query, key, value, rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
         layer, window, sinks = shared
-        cache = GroupPages(*(jnp.squeeze(x, 1) for x in pages))
+        cache = GroupPages(*jax.tree.map(lambda x: jnp.squeeze(x, 1), tuple(pages)))
         cache = cache.written(layer, rows.positions, rows.pages, key, value)
         y = attend_group(
             query,
@@ -123,7 +130,7 @@ def attend_pages(
             sinks=sinks,
             together=at_once,
         )
-        return y[None], Pages(*(x[:, None] for x in cache))
+        return y[None], Pages(*jax.tree.map(lambda x: x[:, None], tuple(cache)))
 
     own, shared = (query, key, value, rows), (layer, window, sinks)
     axes = group_axes(query.shape[0])

@@ -1,0 +1,37 @@
+"""The parameters that an engine serves, made from those of a model."""
+
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from shardlib.engine.arguments import check_same
+from shardlib.finetune.quantized import quantize
+
+Bits = Literal["int8"]
+
+
+class ServedWeights:
+    """A model as it is served.
+
+    Args:
+        model: The module.
+        bits: `int8` for kernels of stacked layers in 8 bits, which are widened where they are read;
+            None for parameters as they are.
+    """
+
+    def __init__(self, model: nnx.Module, bits: Bits | None):
+        self._graphdef = nnx.graphdef(model)
+        self._bits: Bits | None = bits
+        self._shapes = jax.eval_shape(lambda: nnx.state(model))
+
+    def served(self, params: Any) -> nnx.Module:
+        """Returns the module that is served, with parameters of the model.
+
+        Raises:
+            ModelError: If they differ from the model's in structure, shapes or dtypes, or nothing
+                of them can have 8 bits.
+        """
+        check_same(self._shapes, params)
+        model = nnx.merge(self._graphdef, params)
+        return model if self._bits is None else quantize(model, self._bits, keep_dtype=True)
