@@ -1,4 +1,4 @@
-"""The parameters that an engine serves, made from those of a model."""
+"""A model as an engine serves it."""
 
 from typing import Any, Literal
 
