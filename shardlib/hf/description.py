@@ -43,6 +43,11 @@ class Description:
                 text = text.replace(f": {field.ours}: ", f": {theirs}: ")
             raise ConfigError(text) from None
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer; see the function."""
+        return end_tokens(self.folder, self.source)
+
 
 def describe(
     folder: str | Path, *, weights: bool = False, family: str | None = None
@@ -92,7 +97,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{path} does not exist.\n  Give a folder that `save_pretrained` wrote."
         ) from None
@@ -101,6 +106,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.\n  Download it again.")
     return config
+
+
+def end_tokens(folder: Path, source: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the tokens that end an answer, by generation_config.json or else config.json.
+
+    Args:
+        folder: The folder of the model.
+        source: The contents of config.json.
+
+    Raises:
+        CheckpointError: If generation_config.json is malformed.
+    """
+    file = folder / "generation_config.json"
+    try:
+        chosen = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.\n  Download it again.") from None
+    ends = source.get("eos_token_id") if chosen is None else chosen
+    listed = ends if isinstance(ends, list) else [ends]
+    return tuple(one for one in listed if isinstance(one, int))
 
 
 def _name_of(config: Mapping[str, Any], folder: Path) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.hf.architecture import Architecture
+from shardlib.hf.description import end_tokens
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
@@ -61,12 +61,7 @@ class Loaded:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The tokens that end an answer, by generation_config.json or config.json."""
-        path = self.folder / "generation_config.json"
-        described = json.loads(path.read_text()) if path.exists() else {}
-        ends = described.get("eos_token_id", self.source.get("eos_token_id"))
-        if ends is None:
-            return ()
-        return tuple(ends) if isinstance(ends, list) else (ends,)
+        return end_tokens(self.folder, self.source)
 
     def logits(self, inputs: ArrayLike, **arrays: ArrayLike) -> Float[Array, "batch ..."]:
         """Returns the float32 logits of a batch: [batch, length, vocab] of a language model.

@@ -2,13 +2,9 @@
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from shardlib import hf
 from shardlib.data import read_tokenizer
@@ -17,9 +13,8 @@ from shardlib.data.instruct.fields import ChatFields
 from shardlib.data.instruct.template import find_template
 from shardlib.data.prefetch import Prefetcher
 from shardlib.data.tokenizer import JsonTokenizer
-from shardlib.errors import ConfigError, DataError, ModelError
+from shardlib.errors import ConfigError, ModelError
 from shardlib.evaluation import TextModel
-from shardlib.functional.precision import precision
 from shardlib.mesh import make_mesh
 from shardlib.rules import STANDARD
 from shardlib.run.restore_model import restore_model
@@ -27,7 +22,6 @@ from shardlib.run.setup import open_source
 from shardlib.runtime import distributed
 from shardlib.sharding.constrain import use
 from shardlib.train.evaluate import evaluate
-from shardlib.train.offload import fetch
 
 
 def evaluate_run(
@@ -100,11 +94,8 @@ def _of_run(
     run_dir: str, mesh: str | None, step: int | None, notify: Callable[[str], None] | None
 ) -> TextModel:
     restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify, of_text=True)
-    parts, state, tokenizer = restored.parts, restored.state, restored.tokenizer
+    parts, tokenizer = restored.parts, restored.tokenizer
     assert tokenizer is not None, "restore_model refuses models of other data"
-    policy, module = precision(parts.config.precision), state.definition.module
-    params = policy.cast_params(fetch(parts.best_params(state)), module.float32)
-    model = module.merge(params, state.model_state, jax.random.key(0))
     longest = getattr(parts.config.model, "max_positions", None) or parts.data.sequence_length
     assert longest is not None, "rows of text have a length"
     data = parts.config.data
@@ -115,7 +106,7 @@ def _of_run(
     frames = getattr(parts.config.model, "init_from", None) is not None
     first = tokenizer.framed([""])[0].ids if isinstance(tokenizer, JsonTokenizer) and frames else []
     return TextModel(
-        model,
+        restored.model(),
         parts.family,
         tokenizer,
         parts.scope,
@@ -145,7 +136,7 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
             "  Add max_position_embeddings to it."
         )
     tokenizer, first = read_tokenizer(file), said.get("bos_token_id")
-    ends = _ends(folder, said)
+    ends = frozenset(found.end_tokens)
     with use(make_mesh(mesh or "auto"), STANDARD):
         loaded = hf.load(folder)
     return TextModel(
@@ -156,20 +147,9 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
         longest,
         first if isinstance(first, int) else tokenizer.eot,
         framing="file",
-        ends=frozenset(ends),
+        ends=ends,
         template=functools.partial(find_template, folder, None),
     )
-
-
-def _ends(folder: Path, said: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens that end a text, as generation_config.json and config.json say."""
-    file = folder / "generation_config.json"
-    try:
-        chosen = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{file} cannot be read: {error}.\n  Repair it.") from None
-    ends = said.get("eos_token_id") if chosen is None else chosen
-    return [one for one in (ends if isinstance(ends, list) else [ends]) if isinstance(one, int)]
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions")

@@ -3,15 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
 from flax import nnx
 
 from shardlib.data import Tokenizer
-from shardlib.functional.precision import precision
 from shardlib.registry import ModelFamily
 from shardlib.run.restore_model import restore_model
-from shardlib.sharding.constrain import Scope, use
-from shardlib.train.offload import fetch
+from shardlib.sharding.constrain import Scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,14 +47,7 @@ def load_run(run_dir: str, *, mesh: str | None = None, step: int | None = None) 
         ModelError: If it was not trained on text.
     """
     restored = restore_model(run_dir, mesh=mesh, step=step, of_text=True)
-    parts, state = restored.parts, restored.state
-    module, policy = state.definition.module, precision(parts.config.precision)
-
-    def cast(state: Any) -> Any:
-        with use(parts.scope.mesh, parts.scope.rules):
-            return policy.cast_params(fetch(parts.best_params(state)), module.float32)
-
-    model = module.merge(jax.jit(cast)(state), state.model_state, jax.random.key(0))
-    model.eval()
+    model: Any = restored.model()
+    parts = restored.parts
     assert restored.tokenizer is not None, "restore_model refuses models of other data"
     return RunModel(model, model.config, parts.family, restored.tokenizer, parts.scope)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from shardlib.checkpoint import SavedCheckpoints, open_saved
 from shardlib.checkpoint.errors import DamageError
@@ -15,6 +16,7 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import flatten
 from shardlib.data import Tokenizer
 from shardlib.errors import DataError, MeshError, ModelError
+from shardlib.functional.precision import precision
 from shardlib.optim.ema import EmaState
 from shardlib.registry import PAIRS, TEXT, DataSpec
 from shardlib.run.config import AUTO, RunConfig
@@ -23,8 +25,9 @@ from shardlib.run.directory import RunDirectory
 from shardlib.run.position import no_checkpoint
 from shardlib.run.resolve_auto import ResolvedConfig, resolve
 from shardlib.run.setup import Setup, make_scope, open_source
-from shardlib.sharding.constrain import Scope
+from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import merged
+from shardlib.train.offload import fetch
 from shardlib.train.state import TrainState
 
 Notify = Callable[[str], None]
@@ -40,6 +43,19 @@ class RestoredModel:
     tokenizer: Tokenizer | None
     """The tokenizer that it was trained with; None for data other than text."""
     directory: RunDirectory
+
+    def model(self) -> nnx.Module:
+        """Returns the module in evaluation mode, in the precision that the run computes in."""
+        scope, module = self.parts.scope, self.state.definition.module
+        policy = precision(self.parts.config.precision)
+
+        def cast(state: Any) -> Any:
+            with use(scope.mesh, scope.rules):
+                return policy.cast_params(fetch(self.parts.best_params(state)), module.float32)
+
+        model = module.merge(jax.jit(cast)(self.state), self.state.model_state, jax.random.key(0))
+        model.eval()
+        return model
 
 
 def restore_model(

@@ -23,23 +23,23 @@ _AHEAD = 2
 """Prompts that wait for each prompt that runs."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class BatchCard:
-    """What a batch took."""
+    """The rows, tokens and time of a batch."""
 
     rows: int
     """Rows of the input."""
-    answered: int
-    """Rows that this call has answered."""
-    refused: int
-    """Rows among them whose response is an error."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Tokens of prompts that were found in the cache."""
-    answer_tokens: int
-    seconds: float
-    failed: int = 0
+    failed: int
     """Rows of the input whose response is an error, whichever call has answered them."""
+    answered: int = 0
+    """Rows that this call has answered."""
+    refused: int = 0
+    """Rows among them whose response is an error."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of prompts that were found in the cache."""
+    answer_tokens: int = 0
+    seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,26 +105,18 @@ def answer_batch(
     source, out = Path(source), Path(out)
     ids = _checked_ids(source)
     done, failed = _responses(out, ids)
-    start, counts = time.monotonic(), collections.Counter[str]()
+    start, card = time.monotonic(), BatchCard(len(ids), failed)
     with _opened(out) as file:
-        work = _Work(engine, speaker, file, counts)
+        work = _Work(engine, speaker, file, card)
         rows = (row for row in _rows(source) if row["custom_id"] not in done)
         try:
             for _ in work.through(rows):
                 if progress is not None:
-                    progress(len(done) + counts["answered"], len(ids))
+                    progress(len(done) + card.answered, len(ids))
         finally:
             work.cancel()
-    return BatchCard(
-        len(ids),
-        counts["answered"],
-        counts["refused"],
-        counts["prompt"],
-        counts["cached"],
-        counts["answer"],
-        time.monotonic() - start,
-        failed + counts["refused"],
-    )
+    card.seconds = time.monotonic() - start
+    return card
 
 
 @dataclasses.dataclass
@@ -134,7 +126,7 @@ class _Work:
     engine: BatchEngine
     speaker: Speaker
     file: FileIO
-    counts: collections.Counter[str]
+    card: BatchCard
     waiting: dict[str, tuple[Asked, list[Request]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -192,15 +184,16 @@ class _Work:
     def _refuse(self, name: str, requests: list[Request], error: ShardlibError) -> None:
         for request in requests:
             self.engine.cancel(request)
-        self.counts["refused"] += 1
+        self.card.refused += 1
+        self.card.failed += 1
         status = error.status if isinstance(error, BodyError) else 400
         self._write(name, status, {"error": {"message": str(error), "code": status}})
 
     def _count(self, completions: list[Completion]) -> None:
         for one in completions:
-            self.counts["prompt"] += len(one.prompt)
-            self.counts["cached"] += one.cached_tokens
-            self.counts["answer"] += len(one.tokens)
+            self.card.prompt_tokens += len(one.prompt)
+            self.card.cached_tokens += one.cached_tokens
+            self.card.answer_tokens += len(one.tokens)
 
     def _write(self, name: str, status: int, body: dict[str, Any]) -> None:
         row = {
@@ -218,7 +211,7 @@ class _Work:
                 f"a response cannot be written to {self.file.name}: {error.strerror}.\n"
                 "  Make room, and repeat the command: it goes on with the rows that are left."
             ) from None
-        self.counts["answered"] += 1
+        self.card.answered += 1
 
 
 def _opened(out: Path) -> FileIO:
