@@ -85,7 +85,7 @@ def test_debug_shows_the_traceback_and_exits_alike():
         done = python("-m", "shardlib", *words)
         assert done.returncode == 2
         assert done.stderr.startswith("Traceback")
-        assert done.stderr.endswith("ConfigError: no.yaml: no such config file.\n")
+        assert "ConfigError: no.yaml: no such config file.\n  Give a" in done.stderr
 
 
 def test_other_failures_exit_1(shardlib, tmp_path):
@@ -117,7 +117,8 @@ def test_a_config_may_come_from_a_pipe(tmp_path):
 def test_a_missing_config_is_reported_before_jax_is_imported(tmp_path):
     code = "import sys\nfrom shardlib.cli import main\ntry: main(['train', 'none.yaml'])\nfinally: "
     found = python("-c", f"{code}assert 'jax' not in sys.modules")
-    assert found.stderr == "ConfigError: none.yaml: no such config file.\n"
+    fix = "  Give a YAML file, or the directory of a run.\n"
+    assert found.stderr == f"ConfigError: none.yaml: no such config file.\n{fix}"
     assert found.returncode == 2
 
 

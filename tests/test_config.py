@@ -410,7 +410,7 @@ def test_keys_lists_sections_and_variants_with_the_defaults_in_force():
     assert [key.required for key in keys[:2]] == [True, False]
     by_path = {key.path: key for key in keys}
     assert (by_path["train.steps"].default_text, by_path["eval.steps"].default_text) == ("5", "3")
-    assert by_path["mesh"].type_text == "'auto' | text | mapping of text to integer | text"
+    assert by_path["mesh"].type_text == "'auto' | text | mapping of text to (integer | text)"
     assert by_path["sources[].path"].required
 
 

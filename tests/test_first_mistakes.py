@@ -122,6 +122,11 @@ def train(*arguments):
             "the optimizer is 'adam', which is not an optax transformation.\n  Pass one, such as",
         ),
         (
+            lambda: sl.find_rules(linear, optimizer="adam", loss=loss, batch={"x": X}, on="8xh100"),
+            ModelError,
+            "the optimizer is 'adam', which is not an optax transformation.\n  Pass one, such as",
+        ),
+        (
             lambda: shardlib.run.train("run.yaml"),
             ConfigError,
             "the config is 'run.yaml', not a RunConfig.\n  Read one: shardlib.config.load(",
@@ -158,7 +163,7 @@ def train(*arguments):
             "backend",
             "context",
         ),
-        *("plan", "config", "split", "draw", "explain"),
+        *("plan", "find", "config", "split", "draw", "explain"),
     ],
 )
 def test_a_mistake_is_refused_with_its_fix(mistake, error, text):

@@ -147,7 +147,7 @@ class TransformerConfig:
     """Number of chunks of the vocabulary for computing the loss; more hold fewer logits, and less
     of the head, at a time. Two or more compute the logits twice."""
     init_from: str | None = None
-    """Folder of Hugging Face with the initial weights, and with the keys of the model that are left
+    """Hugging Face folder with the initial weights, and with the keys of the model that are left
     out; null for weights drawn at random."""
 
     def __post_init__(self) -> None:

@@ -174,7 +174,8 @@ class SavedCheckpoints:
     def _no_checkpoint(self, step: int) -> CheckpointError:
         where = " and ".join(str(place.path) for place in self._places.values())
         return CheckpointError(
-            f"step {step} has no checkpoint in {where}.\n  Steps there: {listed(self.steps())}."
+            f"step {step} has no checkpoint in {where}.\n"
+            f"  Choose one of its steps: {listed(self.steps())}."
         )
 
     def metadata(self, step: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from shardlib.cli.arguments import (
     CommandWithKeys,
     ConfigCommand,
     ConfigPath,
+    Mesh,
     Overrides,
     check_named,
     console,
@@ -180,10 +181,7 @@ def generate(
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
-    ] = None,
+    mesh: Mesh = None,
     step: Annotated[
         int | None, typer.Option(help="The checkpoint; default: the newest valid one.")
     ] = None,

@@ -32,6 +32,10 @@ Overrides = Annotated[
         help="Keys to change, such as train.steps=100 or mesh=fsdp=4,tensor=2.",
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

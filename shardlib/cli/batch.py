@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.arguments import AsJson
+from shardlib.cli.arguments import AsJson, Mesh
 from shardlib.cli.engine_options import (
     SERVED_HELP,
     Cache,
     Chunk,
     Context,
     Deterministic,
-    Mesh,
     Name,
     Pages,
     Slots,
@@ -32,7 +31,10 @@ _REPORT_SECONDS = 5.0
 
 def batch(
     source: Annotated[
-        str, typer.Argument(metavar="INPUT", help="Requests: JSON lines or Parquet, as of OpenAI.")
+        str,
+        typer.Argument(
+            metavar="INPUT", help="Requests in OpenAI's batch format: JSON lines or Parquet."
+        ),
     ],
     model: Annotated[
         str,

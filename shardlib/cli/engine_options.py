@@ -11,22 +11,31 @@ if TYPE_CHECKING:
     from shardlib.engine import Engine
     from shardlib.serve.bodies import Speaker
 
-SERVED_HELP = "A run, or a folder or name of Hugging Face."
+SERVED_HELP = "A run, or a Hugging Face folder or name."
 
 Name = Annotated[
     str | None, typer.Option(help="Name of the model in requests; default: its directory's.")
 ]
 Slots = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]
-Context = Annotated[int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer.")]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Maximum tokens of a prompt and its answer; default: the model's, but at most 4096.",
+    ),
+]
 Pages = Annotated[
-    int | None, typer.Option(min=1, help="Pages of 16 tokens; default: all slots are full.")
+    int | None,
+    typer.Option(min=1, help="Pages of 16 tokens in the cache; default: enough for full slots."),
 ]
 Chunk = Annotated[
-    int, typer.Option(min=1, help="Tokens of prompts that a step reads, a multiple of 32.")
+    int, typer.Option(min=1, help="Prompt tokens that a step reads, a multiple of 32.")
 ]
 Deterministic = Annotated[
     bool,
-    typer.Option("--deterministic", help="Bits do not depend on others (CPU, float32)."),
+    typer.Option(
+        "--deterministic", help="Answers whose bits do not depend on other requests (CPU, float32)."
+    ),
 ]
 Weights = Annotated[
     str | None,
@@ -35,10 +44,6 @@ Weights = Annotated[
 Cache = Annotated[
     str | None,
     typer.Option(metavar="int8", help="Keys and values in 8 bits; default: as the model."),
-]
-Mesh = Annotated[
-    str | None,
-    typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import AsJson, warn
+from shardlib.cli.arguments import AsJson, Mesh, warn
 from shardlib.cli.checkpoint import one_step
 from shardlib.errors import ConfigError
 from shardlib.tables import aligned
@@ -20,8 +20,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="RUN[@STEP]",
-        help="Directory of a run, or of one checkpoint; with --tasks also a folder or name of "
-        "Hugging Face.",
+        help="Directory of a run, or of one checkpoint; with --tasks also a Hugging Face folder or "
+        "name.",
     ),
 ]
 Tasks = Annotated[
@@ -38,9 +38,12 @@ def evaluate(
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question of a task.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of questions of each task.")
+    ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Most rows that tasks compute at once; default: 32.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of rows computed at once; default: 32."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put questions into the chat template of the model.")
@@ -48,10 +51,7 @@ def evaluate(
     unsafe_code: Annotated[
         bool, typer.Option("--unsafe-code", help="Let tasks run the code that the model writes.")
     ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
-    ] = None,
+    mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on its held-out data, or on tasks.

@@ -1,33 +1,28 @@
-"""`shardlib export`: the model of a run as a folder of Hugging Face."""
+"""`shardlib export`: the model of a run as a Hugging Face folder."""
 
 from typing import Annotated
 
 import typer
 
-from shardlib.cli.arguments import warn
+from shardlib.cli.arguments import Mesh, warn
 from shardlib.cli.checkpoint import RunAtStep, one_step
 
 
 def export(
     run: RunAtStep,
-    out: Annotated[
-        str, typer.Option(metavar="FOLDER", help="The folder: it does not exist or is empty.")
-    ],
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="A folder that is new or empty.")],
     architecture: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Its architecture, such as LlamaForCausalLM; default: the first that fits.",
+            help="Class of the model, such as LlamaForCausalLM; default: the first that fits.",
         ),
     ] = None,
     adapter: Annotated[
         bool,
-        typer.Option("--adapter", help="Save the adapters of finetune alone, in PEFT's format."),
+        typer.Option("--adapter", help="Save only the adapters of finetune, in PEFT's format."),
     ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
-    ] = None,
+    mesh: Mesh = None,
 ) -> None:
     """Export the model of a run for the transformers library.
 

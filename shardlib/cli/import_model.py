@@ -1,4 +1,4 @@
-"""`shardlib import`: a folder of Hugging Face as a run."""
+"""`shardlib import`: a Hugging Face folder as a run."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ def import_model(
         str, typer.Argument(metavar="FOLDER", help="A folder with config.json and safetensors.")
     ],
     out: Annotated[
-        str, typer.Option(metavar="RUN", help="The run's directory: it must not exist.")
+        str, typer.Option(metavar="RUN", help="Directory of the run; it must not exist yet.")
     ],
     overrides: Overrides = None,
     allow_bin: Annotated[

@@ -68,9 +68,7 @@ Verify = Annotated[
 ]
 Rules = Annotated[
     str | None,
-    typer.Option(
-        metavar="auto", help="auto: also find rules for the config's model, on its best mesh."
-    ),
+    typer.Option(metavar="auto", help="Also find rules for the config's model, on its best mesh."),
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of meshes to rank.")]
 
@@ -192,9 +190,9 @@ def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> N
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
     """Raises `ConfigError` for arguments that exclude each other."""
     if (config is None) == (model is None):
-        given = "neither" if config is None else "both"
+        given = "neither is" if config is None else "both are"
         raise ConfigError(
-            f"plan takes either a config or --model, but {given} is given.\n"
+            f"plan takes either a config or --model, but {given} given.\n"
             "  Write shardlib plan CONFIG --on CLUSTER, or "
             "shardlib plan --model llama3-70b --on CLUSTER."
         )
@@ -268,7 +266,7 @@ def calibrate(
 ) -> None:
     """Measure the available devices for `plan`.
 
-    Matmuls, memory and collectives take a minute.
+    It times matmuls, memory and collectives, in about a minute.
     """
     import pathlib
 

@@ -5,14 +5,13 @@ from typing import Annotated
 
 import typer
 
-from shardlib.cli.arguments import warn
+from shardlib.cli.arguments import Mesh, warn
 from shardlib.cli.engine_options import (
     SERVED_HELP,
     Cache,
     Chunk,
     Context,
     Deterministic,
-    Mesh,
     Name,
     Pages,
     Slots,
@@ -24,19 +23,21 @@ from shardlib.errors import require
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 Model = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=SERVED_HELP)]
-Host = Annotated[str, typer.Option(help="Address to listen at.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.")]
 ApiKeys = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="API keys, one a line; default: SHARDLIB_API_KEYS."),
 ]
-Queue = Annotated[int, typer.Option(min=0, help="Prompts that wait for a slot at most.")]
-Connections = Annotated[int, typer.Option(min=1, help="Requests that are open at most.")]
+Queue = Annotated[int, typer.Option(min=0, help="Maximum number of prompts that wait for a slot.")]
+Connections = Annotated[int, typer.Option(min=1, help="Maximum number of open requests.")]
 Files = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="Keep files and answer batches; default: neither."),
+    typer.Option(
+        metavar="FOLDER", help="Offer /v1/files and /v1/batches, and keep their files here."
+    ),
 ]
-BodyBytes = Annotated[int, typer.Option(min=1, help="Bytes of a body at most.")]
+BodyBytes = Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in bytes.")]
 
 
 def serve(
@@ -58,7 +59,10 @@ def serve(
     cache: Cache = None,
     mesh: Mesh = None,
 ) -> None:
-    """Answer the OpenAI API over HTTP; SIGTERM answers what is open, then ends."""
+    """Serve the OpenAI API over HTTP.
+
+    SIGTERM ends the server once it has answered the open requests.
+    """
     for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         require(module, "serve", "an HTTP server")
     from shardlib.serve.app import ServerLimits, Service

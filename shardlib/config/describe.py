@@ -107,11 +107,17 @@ def _option_text(option: Hint) -> str:
         return f"section with the key {marker.key!r}"
     if items := sequence_of(option):
         if items[-1] is Ellipsis:
-            return f"list of {type_text(items[0])}"
+            return f"list of {_inner_text(items[0])}"
         return f"list of {len(items)}: {', '.join(map(type_text, items))}"
     if pair := mapping_of(option):
-        return f"mapping of {type_text(pair[0])} to {type_text(pair[1])}"
+        return f"mapping of {_inner_text(pair[0])} to {_inner_text(pair[1])}"
     return "section"
+
+
+def _inner_text(hint: Hint) -> str:
+    """Returns the type of an entry, in parentheses if it is one of several."""
+    text = type_text(hint)
+    return f"({text})" if " | " in text else text
 
 
 def keys(cls: type) -> list[Key]:

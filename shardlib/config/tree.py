@@ -67,7 +67,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
         folder = os.path.dirname(name)
         siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
         near = did_you_mean(os.path.basename(name), (n for n in siblings if n.endswith(".yaml")))
-        raise ConfigError(f"{name}: no such config file.{near}") from None
+        fix = near or "\n  Give a YAML file, or the directory of a run."
+        raise ConfigError(f"{name}: no such config file.{fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{name}: the config file cannot be read: {reason}.") from None

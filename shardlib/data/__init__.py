@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import DataConfig as DataConfig
-    from shardlib.data.framed.config import LabeledTextData as LabeledTextData
-    from shardlib.data.framed.config import QuestionData as QuestionData
+    from shardlib.data.encoder_tasks.config import LabeledTextData as LabeledTextData
+    from shardlib.data.encoder_tasks.config import QuestionData as QuestionData
     from shardlib.data.images.config import CaptionedImageData as CaptionedImageData
     from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.instruct.config import ChatData as ChatData
@@ -35,11 +35,11 @@ _MODULES = {
     "CaptionedImageData": "images.config",
     "ImageData": "images.config",
     "InstructionData": "instruct.config",
-    "LabeledTextData": "framed.config",
+    "LabeledTextData": "encoder_tasks.config",
     "MapSource": "loader",
     "PairData": "instruct.config",
     "Prefetcher": "prefetch",
-    "QuestionData": "framed.config",
+    "QuestionData": "encoder_tasks.config",
     "Source": "loader",
     "SpanData": "text.config",
     "StreamPosition": "loader",

@@ -1,4 +1,4 @@
-"""Inference of decoders: many prompts at once, the same bits in any company.
+"""Inference of decoders: many prompts at once, with bits that do not depend on other requests.
 
 `page_pool` and `schedule` decide what a step works on, `programs` compiles it, `sampling` draws its
 tokens, after `adjustment` and `grammars`, and `engine` runs it.

@@ -18,7 +18,7 @@ from shardlib.engine.programs import (
     StepArrays,
     num_groups,
 )
-from shardlib.engine.schedule import EngineStep, GroupStep
+from shardlib.engine.scheduler import EngineStep, GroupStep
 from shardlib.engine.sizes import EngineSizes
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope

@@ -34,7 +34,7 @@ from shardlib.engine.programs import (
 )
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
-from shardlib.engine.schedule import EngineStep, GroupStep, Scheduler, SequenceState
+from shardlib.engine.scheduler import EngineStep, GroupStep, Scheduler, SequenceState
 from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream

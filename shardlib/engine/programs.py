@@ -17,7 +17,7 @@ from shardlib.engine.embedding import embeddings
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.sampling import Drawn, Settings, draw
-from shardlib.engine.schedule import EngineStep, GroupStep, SequenceState
+from shardlib.engine.scheduler import EngineStep, GroupStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention import Pages, Rows

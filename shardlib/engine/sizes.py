@@ -97,7 +97,7 @@ def _context(asked: int | None, model: int | None, positions: int | None) -> int
     context = min(have or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT) if asked is None else asked
     if positions is not None and context > positions:
         raise ModelError(
-            f"context={context}, and the pages have {positions} positions.\n"
+            f"context={context}, but the pages hold {positions} tokens.\n"
             "  Give more pages, or a shorter context."
         )
     if context < 2 or (have is not None and context > have):
@@ -111,9 +111,8 @@ def _context(asked: int | None, model: int | None, positions: int | None) -> int
 
 def _check(**sizes: int) -> None:
     """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-    if wrong or sizes["chunk"] % sizes["lane"]:
-        raise ModelError(
-            f"{', '.join(wrong) or 'chunk={chunk} and lane={lane}'.format(**sizes)} do not fit.\n"
-            "  Give sizes of 1 or more, and a chunk that is a multiple of the lane."
-        )
+    wrong = [f"{name}={size} is less than 1" for name, size in sizes.items() if size < 1]
+    if not wrong and sizes["chunk"] % sizes["lane"]:
+        wrong = ["chunk={chunk} is not a multiple of lane={lane}".format(**sizes)]
+    if wrong:
+        raise ModelError(f"{', '.join(wrong)}.\n  Give another size.")

@@ -16,6 +16,7 @@ from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
+from shardlib.optim.transforms import check_transformation
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.tracing import LossFn, TracedWorkload, trace_workload
 from shardlib.rules import AxisRules
@@ -100,6 +101,7 @@ def _traced(
     precision: str | Precision,
 ) -> tuple[TracedLoss, TracedWorkload]:
     """Returns the trace of the loss, for the solver, and of the step, for the cost model."""
+    check_transformation(optimizer)
     dtypes = precision_named(precision)
     traced = trace_loss(module, loss, batch, optimizer, dtypes)
     workload = trace_workload(

@@ -20,8 +20,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardlib.cost.traced.fusion import fusion
+from shardlib.cost.traced.primitives import PARAMS_TABLE, logical_axes_of
 from shardlib.cost.traced.products import PRODUCTS
-from shardlib.cost.traced.rules import PARAMS_TABLE, logical_axes_of
 from shardlib.jaxprs import (
     REMAT,
     Atom,

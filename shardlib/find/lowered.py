@@ -19,7 +19,7 @@ from shardlib.cost.costs import Memory
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.traced.costs import Tally, Walk
 from shardlib.cost.traced.layout import MICRO, Moved, Spec, replicated
-from shardlib.cost.traced.rules import COLLECTIVES
+from shardlib.cost.traced.primitives import COLLECTIVES
 from shardlib.cost.traced.step import TracedStep
 from shardlib.find.axes import Kind
 from shardlib.find.planned import planned_layouts

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from shardlib.cost.traced.rules import PARAMS_TABLE
+from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.axes import Names
 from shardlib.find.classes import Classes
 from shardlib.find.program import IntegerProgram

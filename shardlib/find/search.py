@@ -16,7 +16,7 @@ from shardlib.cost.layout import AXES, SHARDLIB, Layout
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.pricing import by_joint_axes
-from shardlib.cost.traced.rules import PARAMS_TABLE
+from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
 from shardlib.find.classes import Classes
 from shardlib.find.found import FoundRules, Price

@@ -79,7 +79,7 @@ def matched(
         shown = ", ".join([*found][:8]) + (", ..." if len(found) > 8 else "")
         raise ModelError(
             "".join(f"{fault}\n" for fault in faults)
-            + f"  Give patterns that match some of these alone: {shown or 'none'}."
+            + f"  Give patterns that match only these projections: {shown or 'none'}."
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""The scale of pixels in a folder of Hugging Face: its preprocessor_config.json, or the part of its
+"""The scale of pixels in a Hugging Face folder: its preprocessor_config.json, or the part of its
 processor_config.json that newer versions write."""
 
 import json

@@ -105,7 +105,7 @@ def layer_faults(num_layers: int, stages: int, chunks: int = 1) -> list[str]:
     parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
     if num_layers < stages * chunks:
         return [
-            f"{num_layers} layers do not fill {parts}.\n"
+            f"{parts} need {stages * chunks} layers, and the model has {num_layers}.\n"
             f"  Use at least {stages * chunks} layers, or fewer stages or chunks."
         ]
     if num_layers % stages == 0 and num_layers % (stages * chunks):

@@ -11,9 +11,19 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
+from shardlib.errors import ModelError
 from shardlib.paths import matches, path_string
 
 PathPredicate = Callable[[str], bool]
+
+
+def check_transformation(optimizer: object) -> None:
+    """Raises `ModelError` for an optimizer that is not an optax transformation."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ModelError(
+            f"the optimizer is {optimizer!r}, which is not an optax transformation.\n"
+            "  Pass one, such as optax.adamw(3e-4)."
+        )
 
 
 def matches_any(patterns: Sequence[str]) -> PathPredicate:

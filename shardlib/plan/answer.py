@@ -80,12 +80,12 @@ class Answer(abc.ABC, Generic[AnyPlan]):
 
     @property
     def error_source(self) -> str:
-        """Meaning of `error`, as a sentence that ends with its value."""
+        """Meaning of `error`, as a clause that ends with its value."""
         if isinstance(self.cluster, MeasuredCluster):
             return f"the constants fitted here match the measurements within {self.error:.0%}"
         return (
-            "nine in ten predictions of runs that the constants were not fitted to are off by at "
-            f"most {self.error:.0%}"
+            "90% of published runs that were left out of the fit are predicted within "
+            f"{self.error:.0%}"
         )
 
     def mfu(self, plan: AnyPlan | None = None) -> float:

@@ -98,8 +98,8 @@ def _headline(plans: Answer[AnyPlan], chips: str) -> str:
         batch += f" = {count(work.tokens)} tokens"
     return (
         f"{name} on {plans.cluster.name} ({chips}), {batch} a step\n"
-        f"{found.layouts:,} layouts can run, {found.fitting:,} of them fit; "
-        f"{found.priced:,} plans were priced, and a lower bound excludes the others"
+        f"{found.layouts:,} layouts can run, and {found.fitting:,} of them fit; of the plans for "
+        f"these, {found.priced:,} were priced, and a lower bound excludes the others"
     )
 
 

@@ -105,8 +105,8 @@ def unknown_mesh_axes(rules: Rules, mesh_axes: tuple[str, ...]) -> tuple[str, ..
                 faults.append(
                     f"the rule {logical!r} -> {name!r} ({kind}) names a mesh axis that does not "
                     f"exist.{did_you_mean(name, known)}\n"
-                    f"  Mesh axes: {', '.join(mesh_axes) or 'none'}; standard: "
-                    f"{', '.join(STANDARD_AXES)}."
+                    f"  Name an axis of the mesh ({', '.join(mesh_axes) or 'none'}), or a standard "
+                    f"axis ({', '.join(STANDARD_AXES)}); the mesh may lack it."
                 )
     name = rules.auto.mesh_axis if rules.auto else None
     if name is not None and name not in known:

@@ -116,9 +116,8 @@ class RunDirectory:
     def check_exists(self) -> None:
         """Raises `ConfigError` if there is no directory."""
         if not self.path.is_dir():
-            raise ConfigError(
-                f"no such directory: {self}.\n  Pass a run directory created by `shardlib train`."
-            )
+            fault = f"{self} is a file" if self.path.exists() else f"no such directory: {self}"
+            raise ConfigError(f"{fault}.\n  Pass a run directory created by `shardlib train`.")
 
     def config_of_run(self) -> RunConfig:
         """Returns the config of the run that the directory must hold.

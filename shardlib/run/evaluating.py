@@ -66,7 +66,7 @@ def text_model(
     rows: int = 32,
     notify: Callable[[str], None] | None = None,
 ) -> TextModel:
-    """Returns the language model of a run, or of a folder of Hugging Face.
+    """Returns the language model of a run, or of a Hugging Face folder.
 
     Args:
         source: Directory of a run, or a folder or hub name for `hf.load`.
@@ -81,8 +81,14 @@ def text_model(
         ModelError: If the model does not continue texts, has no tokenizer, or its longest text is
             unknown.
     """
-    if (Path(source) / "config.yaml").exists():
+    folder = Path(source)
+    if (folder / "config.yaml").exists():
         model = _of_run(source, mesh, step, notify)
+    elif not (folder / "config.json").exists() and (folder.exists() or "/" not in source):
+        raise ConfigError(
+            f"{source} is neither the directory of a run nor a folder with a config.json.\n"
+            "  Give one of them, or the name of a model on the hub, such as org/name."
+        )
     elif step is not None:
         raise ConfigError(f"{source} holds no run, so it has no step {step}.\n  Leave out @{step}.")
     else:

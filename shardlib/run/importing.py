@@ -80,7 +80,7 @@ def _check(config: RunConfig, out: RunDirectory) -> None:
     out.check_writable()
     if getattr(config.model, "init_from", None) is None:
         raise ConfigError(
-            "model.init_from names no folder to import.\n  Set it to a folder of Hugging Face."
+            "model.init_from names no folder to import.\n  Set it to a Hugging Face folder."
         )
 
 

@@ -1,4 +1,4 @@
-"""The state at step 0: parameters drawn at random, or read from a folder of Hugging Face."""
+"""The state at step 0: parameters drawn at random, or read from a Hugging Face folder."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ class FileStore:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot hold files: {error.strerror}.\n  Give another folder."
+                f"the folder {folder} cannot be made: {error.strerror}.\n  Give another folder."
             ) from None
 
     def new_id(self, kind: str) -> str:

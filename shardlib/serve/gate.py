@@ -33,7 +33,9 @@ def read_keys(file: str | None) -> tuple[str, ...]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"API keys cannot be read from {file}: {error}.") from None
+        raise ConfigError(
+            f"API keys cannot be read from {file}: {error}.\n  Name a file with one key a line."
+        ) from None
     keys = tuple(filter(None, (line.partition("#")[0].strip() for line in lines)))
     if not keys:
         raise ConfigError(f"{file} has no API key.\n  Write one in each line.")

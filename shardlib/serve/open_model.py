@@ -1,4 +1,4 @@
-"""A run or a folder of Hugging Face, opened to answer requests."""
+"""A run or a Hugging Face folder, opened to answer requests."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ def open_model(
     notify: Callable[[str], None] | None = None,
     **options: Any,
 ) -> tuple[Engine, Speaker]:
-    """Returns an engine for a run or a folder of Hugging Face, and the model as it answers.
+    """Returns an engine for a run or a Hugging Face folder, and the model as it answers.
 
     Args:
         source: Directory of a run, or a folder or hub name for `hf.load`.

@@ -17,6 +17,7 @@ from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
+from shardlib.optim.transforms import check_transformation
 from shardlib.paths import named_leaves, path_string
 from shardlib.rules import AxisRules
 from shardlib.sharding.constrain import Scope, active_or
@@ -101,11 +102,7 @@ def abstract_state(
         ModelError: If the model cannot be created or has no trainable parameter.
     """
     scope = active_or(mesh, rules)
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ModelError(
-            f"the optimizer is {optimizer!r}, which is not an optax transformation.\n"
-            "  Pass one, such as optax.adamw(3e-4)."
-        )
+    check_transformation(optimizer)
     module = functional(make, inputs, wrt)
     dtypes = precision_named(precision)
     shapes, rng = module.shapes(), jax.random.key(0)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardlib.data import QuestionData, open_data
-from shardlib.data.framed import answers
-from shardlib.data.framed.answers import Answers
-from shardlib.data.framed.questions import question_texts
-from shardlib.data.framed.tokenizing import find_tokenizer
+from shardlib.data.encoder_tasks import answers
+from shardlib.data.encoder_tasks.answers import Answers
+from shardlib.data.encoder_tasks.questions import question_texts
+from shardlib.data.encoder_tasks.tokenizing import find_tokenizer
 from shardlib.data.tokenizer import train_word_piece
 from shardlib.errors import DataError
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -129,6 +130,12 @@ def test_a_tokenizer_with_two_tokens_of_one_id(tmp_path):
         "  Repair the tokenizer.json: each id must map to one token."
         for found in (3, 5)
     ]
+
+
+def test_a_long_task_is_reported_while_it_runs(cache, monkeypatch, caplog):
+    monkeypatch.setattr("shardlib.data.cache._REPORT_SECONDS", 0.01)
+    cached("things", "key", lambda directory: time.sleep(0.1), task="counting")
+    assert caplog.messages[0] == "counting, once, into the cache: 0.01 s so far"
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):

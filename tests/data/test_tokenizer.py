@@ -164,6 +164,11 @@ def test_long_documents_are_cut_where_no_token_crosses(monkeypatch):
     assert list(_blocks("x" * 5000)) == ["x" * 5000]
 
 
+def test_training_cuts_words_of_more_than_4096_characters():
+    word = "xyz" * 2000
+    assert train_bpe([word], 270).to_json() == train_bpe([word[:4096], word[4096:]], 270).to_json()
+
+
 @pytest.mark.parametrize(
     ("content", "options", "match"),
     [

@@ -181,7 +181,7 @@ def test_requests_that_cannot_be_answered(served):
     assert "temperature=-1.0, which must be 0 or more, up to 1e38; top_p=0.0" in str(raised.value)
     with pytest.raises(ModelError, match="context=300, and the model has at most 256"):
         Engine(served, context=300)
-    with pytest.raises(ModelError, match="chunk=100 and lane=32 do not fit"):
+    with pytest.raises(ModelError, match="chunk=100 is not a multiple of lane=32"):
         Engine(served, chunk=100)
 
 
@@ -233,7 +233,7 @@ def test_settings_that_no_step_can_take():
 
 
 def test_pages_bound_the_context(served, engine):
-    with pytest.raises(ModelError, match="context=128, and the pages have 32 positions"):
+    with pytest.raises(ModelError, match="context=128, but the pages hold 32 tokens"):
         Engine(served, context=128, pages=2)
     with pytest.raises(ModelError, match="pages=0"):
         Engine(served, pages=0)

@@ -50,7 +50,7 @@ CASES = {
         RuleError, "layers/attention_norm/scale: logical axis 'layers'",
         "stage=4 does not divide 3"),
     "layers in chunks": ("stage=8", options(microbatches=8, pipeline="interleaved"), ModelError,
-        "8 layers do not fill 8 stages of 2 chunks", "at least 16 layers"),
+        "8 stages of 2 chunks need 16 layers, and the model has 8", "at least 16 layers"),
     "layers in chunks of their own number": ("stage=2,data=4",
         options(microbatches=2, pipeline=THREE_CHUNKS),
         ModelError, "8 layers cannot be cut into 2 stages of 3 chunks"),

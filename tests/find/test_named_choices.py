@@ -10,7 +10,7 @@ import pytest
 from test_problem import objective_on, table_of
 
 import shardlib as sl
-from shardlib.cost.traced.rules import PARAMS_TABLE
+from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.axes import TracedAxes, params_table
 from shardlib.find.classes import Classes
 from shardlib.find.problem import LayoutProblem

@@ -240,7 +240,7 @@ def test_layers_that_get_no_adapter_are_refused(target, text):
 WRONG = {
     "unknown": ({"targets": ("**/attention/qury",)}, r"'\*\*/attention/qury' matches no.*query"),
     "a norm": ({"targets": ("**/attention_norm",)}, "matches no projection"),
-    "none": ({"targets": ()}, "Give patterns that match some of these alone: head, layers"),
+    "none": ({"targets": ()}, "Give patterns that match only these projections: head, layers"),
     "rank": ({"rank": 0}, "rank must be at least 1, not 0.*\n  Take the defaults"),
     "alpha": ({"alpha": 0.0}, "alpha must be greater than 0"),
     "dropout": ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: dtypes, training states, kept keys, and those that are refused."""
+"""Hugging Face folders: dtypes, training states, kept keys, and those that are refused."""
 
 import dataclasses
 import json

@@ -186,5 +186,7 @@ def test_too_few_layers():
         make_job("stage=4,data=2", num_layers=3)
     job = make_job("stage=2,data=4", num_layers=3)
     config = PipelineConfig(schedule="interleaved")
-    with pytest.raises(ModelError, match=r"3 layers do not fill 2 stages of 2 chunks\.\n  Use"):
+    with pytest.raises(
+        ModelError, match=r"2 stages of 2 chunks need 4 layers, and the model has 3\.\n  Use"
+    ):
         job.gradients(config, MICROBATCHES).lower(*job.arguments)

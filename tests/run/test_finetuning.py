@@ -46,7 +46,7 @@ def losses(tmp_path, name):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder of Hugging Face with a model that was trained on the first text."""
+    """A Hugging Face folder with a model that was trained on the first text."""
     tmp_path = tmp_path_factory.mktemp("base")
     sizes = (
         "model.vocab_size=264",

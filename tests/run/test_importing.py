@@ -28,7 +28,7 @@ TEXT = "\n".join(f"the {i} quick brown foxes jump over {i * i} lazy dogs" for i 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of Hugging Face with a tokenizer of 300 tokens."""
+    """A Hugging Face folder with a tokenizer of 300 tokens."""
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
     hf.save(make(MODEL, DataSpec(), nnx.Rngs(7)), folder, architecture="LlamaForCausalLM")
     train_bpe([TEXT], 300).save(folder / "tokenizer.json")

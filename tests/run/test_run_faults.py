@@ -44,7 +44,10 @@ FAILURE = 1
         (
             ("rules.params.embed=fdsp",),
             "RuleError",
-            ("names a mesh axis that does not exist. Did you mean 'fsdp'?", "Mesh axes: fsdp;"),
+            (
+                "names a mesh axis that does not exist. Did you mean 'fsdp'?",
+                "Name an axis of the mesh (fsdp), or",
+            ),
         ),
         (
             ("mesh=fsdp=4,tensor=2", "model.vocab_size=257"),

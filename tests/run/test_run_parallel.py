@@ -128,7 +128,7 @@ GROUPS = "train.reduction.group_microbatches"
         (
             ConfigError,
             ("mesh=stage=4,data=2", "train.microbatches=4"),
-            "2 layers do not fill 4 stages",
+            "4 stages need 4 layers, and the model has 2",
         ),
         (RuleError, ("mesh=fsdp=4,tensor=2", "rules=fsdp"), "no rule names the mesh axis 'tensor'"),
         (RuleError, ("mesh=auto", "rules=data"), "no rule names the mesh axis 'fsdp'"),

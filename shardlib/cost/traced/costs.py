@@ -19,8 +19,8 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.kernels import Product, Stream
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
+from shardlib.cost.traced.primitives import keeps_summands, results
 from shardlib.cost.traced.products import PRODUCTS, product
-from shardlib.cost.traced.rules import keeps_summands, results
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 
 _EXPONENTIALS = frozenset(

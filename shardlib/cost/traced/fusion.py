@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shardlib.cost.traced.layout import nbytes
+from shardlib.cost.traced.primitives import REDUCTIONS
 from shardlib.cost.traced.products import PRODUCTS
-from shardlib.cost.traced.rules import REDUCTIONS
 from shardlib.jaxprs import FlatProgram, Operation, is_literal
 
 LOOPS = frozenset(("scan", "while", "cond"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardlib.cost.machine.kernels import Product
 from shardlib.cost.traced.layout import Aval, Equation, Spreading, ValueSharding
-from shardlib.cost.traced.rules import product_layout
+from shardlib.cost.traced.primitives import product_layout
 from shardlib.jaxprs import Operation
 
 RAGGED = ("ragged_dot", "ragged_dot_general")

@@ -197,7 +197,7 @@ def _open(config: CaptionFields, path: str) -> Captioned:
 
 _FIX = (
     f"  Give a folder with images and {', '.join(_TABLES)}: the fields file_name and text, as in "
-    "imagefolder of Hugging Face datasets."
+    "imageHugging Face folder datasets."
 )
 
 

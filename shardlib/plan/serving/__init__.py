@@ -32,7 +32,7 @@ def plan_serving(
     ```
 
     Args:
-        model: A name such as `llama3-8b`, a folder of Hugging Face with a config.json, the config
+        model: A name such as `llama3-8b`, a Hugging Face folder with a config.json, the config
             of a decoder, or the config of a run.
         on: The cluster, such as `8xh100` or `v5e-8`.
         context: Tokens of a prompt and its answer, as a number or as in `8k` (8 x 1024).

@@ -73,7 +73,7 @@ def served_model(model: Any, width: int = 2) -> ServedModel:
     """Returns a model to serve.
 
     Args:
-        model: A name such as `llama3-8b`, a folder of Hugging Face with a config.json, the config
+        model: A name such as `llama3-8b`, a Hugging Face folder with a config.json, the config
             of a decoder, or the config of a run.
         width: Bytes of an element.
 
@@ -95,7 +95,7 @@ def served_model(model: Any, width: int = 2) -> ServedModel:
     others = [name for name in known if family(known[name][0]).decoding is not None]
     if key in NAMED:
         raise ModelError(
-            f"{key} is known by its dimensions alone, and shardlib serves no such model.\n"
+            f"only the dimensions of {key} are known, and not a model that can be served.\n"
             f"  Give a folder with its config.json, or one of: {', '.join(others)}."
         )
     named_model(str(model), others)

@@ -25,9 +25,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.cost.layout import SHARDLIB, Software
-from shardlib.cost.traced.rules import PARAMS_TABLE, constrained_names
+from shardlib.cost.traced.primitives import PARAMS_TABLE, constrained_names
 from shardlib.cost.traced.step import BatchAxes, TracedStep
-from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
 from shardlib.functional.boundary import boundary
 from shardlib.functional.precision import Precision
@@ -35,6 +34,7 @@ from shardlib.functional.precision import precision as precision_named
 from shardlib.losses import Mean
 from shardlib.losses.signature import called_by_position
 from shardlib.mesh import abstract_mesh
+from shardlib.optim.transforms import check_transformation
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import STANDARD, AxisRules
 from shardlib.rules.resolve import ANY, Kind
@@ -114,11 +114,7 @@ def _step(
     names: Collection[str] | None,
 ) -> TracedStep:
     """Returns the traced step of a module, from arguments as in `trace_workload`."""
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ModelError(
-            f"the optimizer is {optimizer!r}, which is not an optax transformation.\n"
-            "  Pass one, such as optax.adamw(3e-4)."
-        )
+    check_transformation(optimizer)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
     refuse_no_params(module, params)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shardlib.engine.page_pool import PagePool, page_key
-from shardlib.engine.schedule import Scheduler, SequenceState
+from shardlib.engine.scheduler import Scheduler, SequenceState
 from shardlib.errors import ModelError
 
 VOCAB = 3

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.framed.fields import QuestionFields
-from shardlib.data.framed.rows import Split
+from shardlib.data.encoder_tasks.fields import QuestionFields
+from shardlib.data.encoder_tasks.rows import Split
 from shardlib.errors import DataError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -12,7 +12,7 @@ import numpy as np
 from shardlib.batch_kinds import DataSpec
 from shardlib.data import records
 from shardlib.data.cache import cached, read_array, reading
-from shardlib.data.framed.fields import FramedFields
+from shardlib.data.encoder_tasks.fields import FramedFields
 from shardlib.data.hashing import derive_seed, digest, mix
 from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in

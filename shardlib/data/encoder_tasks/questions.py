@@ -8,9 +8,9 @@ import numpy as np
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.data.config import as_paths
-from shardlib.data.framed.answers import Answers
-from shardlib.data.framed.fields import QuestionFields
-from shardlib.data.framed.rows import (
+from shardlib.data.encoder_tasks.answers import Answers
+from shardlib.data.encoder_tasks.fields import QuestionFields
+from shardlib.data.encoder_tasks.rows import (
     Framed,
     Writer,
     blocks,
@@ -19,8 +19,8 @@ from shardlib.data.framed.rows import (
     row_source,
     split_rows,
 )
-from shardlib.data.framed.squad import SquadQuestion, read_questions
-from shardlib.data.framed.tokenizing import Texts, load_tokenizer
+from shardlib.data.encoder_tasks.squad import SquadQuestion, read_questions
+from shardlib.data.encoder_tasks.tokenizing import Texts, load_tokenizer
 from shardlib.data.loader import MapSource
 from shardlib.data.records import raise_faults
 from shardlib.data.tokenizer import JsonTokenizer

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.config import configclass
-from shardlib.data.framed.fields import FramedFields, LabeledTextFields, QuestionFields
+from shardlib.data.encoder_tasks.fields import FramedFields, LabeledTextFields, QuestionFields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,18 +36,18 @@ class LabeledTextData(LabeledTextFields, _Framed):
         return DataSpec(sequence_length=self.sequence_length, num_classes=num_classes)
 
     def padding(self) -> "dict[str, np.ndarray]":
-        from shardlib.data.framed.rows import empty_row
+        from shardlib.data.encoder_tasks.rows import empty_row
 
         return empty_row(self.sequence_length, ("labels",))
 
     def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
-        from shardlib.data.framed.labels import open_labeled
+        from shardlib.data.encoder_tasks.labels import open_labeled
 
         return open_labeled(self, global_batch=global_batch, seed=seed, split=split)
 
     def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
-        from shardlib.data.framed.labels import labeled_texts
-        from shardlib.data.framed.tokenizing import find_tokenizer
+        from shardlib.data.encoder_tasks.labels import labeled_texts
+        from shardlib.data.encoder_tasks.tokenizing import find_tokenizer
 
         return find_tokenizer(self, labeled_texts(self) if read else None)
 
@@ -57,17 +57,17 @@ class QuestionData(QuestionFields, _Framed):
     """Questions and texts for training a model that finds the spans of answers."""
 
     def padding(self) -> "dict[str, np.ndarray]":
-        from shardlib.data.framed.rows import empty_row
+        from shardlib.data.encoder_tasks.rows import empty_row
 
         return empty_row(self.sequence_length, ("starts", "ends"))
 
     def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
-        from shardlib.data.framed.questions import open_questions
+        from shardlib.data.encoder_tasks.questions import open_questions
 
         return open_questions(self, global_batch=global_batch, seed=seed, split=split)
 
     def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
-        from shardlib.data.framed.questions import question_texts
-        from shardlib.data.framed.tokenizing import find_tokenizer
+        from shardlib.data.encoder_tasks.questions import question_texts
+        from shardlib.data.encoder_tasks.tokenizing import find_tokenizer
 
         return find_tokenizer(self, question_texts(self) if read else None)

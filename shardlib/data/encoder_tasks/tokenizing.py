@@ -9,8 +9,8 @@ import numpy as np
 from shardlib.data import records
 from shardlib.data.cache import cached
 from shardlib.data.config import as_paths
-from shardlib.data.framed.fields import TRAINED, FramedFields
-from shardlib.data.framed.rows import held_texts
+from shardlib.data.encoder_tasks.fields import TRAINED, FramedFields
+from shardlib.data.encoder_tasks.rows import held_texts
 from shardlib.data.hashing import digest
 from shardlib.data.split import is_in
 from shardlib.data.text.sources import missing

@@ -10,8 +10,8 @@ import numpy as np
 from shardlib.batch_kinds import DataSpec
 from shardlib.data import records
 from shardlib.data.config import as_paths
-from shardlib.data.framed.fields import LabeledTextFields
-from shardlib.data.framed.rows import (
+from shardlib.data.encoder_tasks.fields import LabeledTextFields
+from shardlib.data.encoder_tasks.rows import (
     Framed,
     Writer,
     blocks,
@@ -20,7 +20,7 @@ from shardlib.data.framed.rows import (
     row_source,
     split_rows,
 )
-from shardlib.data.framed.tokenizing import Texts, check_room, load_tokenizer
+from shardlib.data.encoder_tasks.tokenizing import Texts, check_room, load_tokenizer
 from shardlib.data.hashing import content_hash
 from shardlib.data.loader import MapSource
 from shardlib.data.tokenizer import JsonTokenizer
