@@ -351,7 +351,7 @@ def test_text_and_data_say_the_same():
     for part in (
         "llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512 sequences",
         f"mesh: {facts['plans'][0]['settings']['mesh']}\n",
-        f"at most {fit_errors()['cv_interval']:.0%}.\n",
+        f"are predicted within {fit_errors()['cv_interval']:.0%}.\n",
         f"  on v5p-128: {duration(larger.seconds)} a step, ",
         "Why not\n  fsdp=16,tensor=2: ",
         f"{found.chip_hours:,.0f} chip-hours, ${found.cost:,.0f} at $2 an hour",
