@@ -80,6 +80,7 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
         "tied": config.tied_embeddings,
         "learned_positions": 0,
         "activation": config.activation,
+        "qk_norm": bool(config.qk_norm),
     }
     if config.positions == "learned":
         found["learned_positions"] = config.max_positions

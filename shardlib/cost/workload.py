@@ -87,6 +87,8 @@ class Transformer:
     """Rows of the learned position embedding; 0 for none."""
     activation: str = ""
     """Nonlinearity of the MLP, such as `gelu_tanh`; empty for SiLU if gated, else `gelu_tanh`."""
+    qk_norm: bool = False
+    """Whether attention normalises queries and keys."""
 
     @property
     def dense_layers(self) -> int:

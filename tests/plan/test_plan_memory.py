@@ -125,6 +125,30 @@ def test_small_heads_are_padded_on_tpus():
     assert kept["v5p-128"][1] - kept["v5p-128"][0] == tokens * 2 * (32 + 2 * 8) * 128
 
 
+def test_norms_of_queries_and_keys_keep_three_arrays_in_float32():
+    normed = dataclasses.replace(LLAMA, qk_norm=True)
+    jobs = [dataclasses.replace(JOB, model=m, remat=NONE) for m in (LLAMA, normed)]
+    layout = Layout(fsdp=32, tensor=2)
+    plain, kept = (peak_memory(job, layout, parse_cluster("v5p-128")).activations for job in jobs)
+    tokens = JOB.tokens / 32
+    width = (LLAMA.heads + LLAMA.kv_heads) * LLAMA.head_dim / 2
+    assert kept - plain == LLAMA.layers * tokens * 3 * 4 * width
+
+
+def test_a_tied_table_and_its_gradient_are_whole_in_microbatches_on_tpus():
+    tied = dataclasses.replace(LLAMA, tied=True, vocab=2**20)
+    job = dataclasses.replace(JOB, model=tied)
+    held = {
+        (on, micro): peak_memory(job, Layout(fsdp=64, microbatches=micro), parse_cluster(on))
+        for on in ("v5p-128", "8x8xh100")
+        for micro in (1, 2)
+    }
+    tables = {key: memory.gathered / (2 * tied.vocab_weights) for key, memory in held.items()}
+    assert tables == {
+        ("v5p-128", 1): 1, ("v5p-128", 2): 2, ("8x8xh100", 1): 1, ("8x8xh100", 2): 1
+    }  # fmt: skip
+
+
 def test_experts_of_a_device_multiply_all_rows_on_gpus():
     """Each of the device's experts has a copy of all rows that may arrive, masked."""
     model = dataclasses.replace(LLAMA, experts=Experts(64, 4, 1024))

@@ -15,7 +15,7 @@ from shardlib.cost.transformer.communication import (
     embedding_weights,
     exchanges_vectors,
 )
-from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, qkv_width
+from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, kv_cut, qkv_width
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import Cluster
 
@@ -80,8 +80,9 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     of the head's inputs in float32 and one part of it, and the gradient of the table, which `fsdp`
     shards. It holds the logits of a chunk. A loss in one piece holds the gathered table, the logits
     and their gradient; it holds one of the two on GPUs, or if devices share the vocabulary, or the
-    table is tied to the embedding or frozen. On GPUs the gradients of all layers and of the
-    embedding are allocated before.
+    table is tied to the embedding or frozen. In microbatches on TPUs the gradient of a tied table
+    is added to its sum before the gradient of the head's inputs is computed: both tables are whole.
+    On GPUs the gradients of all layers and of the embedding are allocated before.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
     width, chunks = job.compute_bytes, job.loss_chunks
@@ -97,6 +98,9 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     else:
         once = on_gpu or layout.tensor > 1 or job.model.tied or job.frozen
         held = logits * width * (1 if once else 2)
+        in_parts = layout.fsdp > 1 and layout.zero == 3
+        if job.model.tied and layout.microbatches > 1 and in_parts and not on_gpu:
+            gathered += trained * width
     embedding = _embedding_gradient(device, cluster)
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
     return {"logits": held, "gradients": there, "gathered": gathered}
@@ -230,7 +234,8 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
     backward pass.
 
     A norm keeps its input, its normalised input and the product with its scale in float32, and its
-    output to the matmuls, whole along the length. A gated MLP keeps gate and up and the
+    output to the matmuls, whole along the length. Norms of queries and keys keep the same, and
+    their output is counted as a query or key. A gated MLP keeps gate and up and the
     intermediates of its activation. Dropless experts keep the rows they received, the same hidden
     vectors for each row, and their results in float32.
     """
@@ -242,6 +247,9 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
     masks = 2 * model.embed / residual if dropout else 0
     heads = model.heads * model.value_dim / layout.tensor
     heads += qkv_width(model, layout)
+    if model.qk_norm:
+        values = model.kv_heads * model.value_dim / kv_cut(model, layout)
+        norms += 3 * _FLOAT32 * (qkv_width(model, layout) - values)
     attention = model.heads * _FLOAT32
     if device.software.attention == "unfused":
         attention += model.heads * job.length * (2 * width + 1)

@@ -110,17 +110,19 @@ NAMED: dict[str, NamedModel] = {
         experts=Experts(256, 8, 2048, shared_mlp=2048, dense_layers=3, groups=(8, 4)),
         latent=Latent(1536, 512, 128, 64, 128),
     ),
-    "qwen3-0.6b": _named(4096, _QWEN3, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-    "qwen3-1.7b": _named(4096, _QWEN3, 28, 2048, 16, 8, 128, 6144, 151936, tied=True),
-    "qwen3-4b": _named(4096, _QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
-    "qwen3-8b": _named(4096, _QWEN3, 36, 4096, 32, 8, 128, 12288, 151936),
-    "qwen3-14b": _named(4096, _QWEN3, 40, 5120, 40, 8, 128, 17408, 151936),
-    "qwen3-32b": _named(4096, _QWEN3, 64, 5120, 64, 8, 128, 25600, 151936),
+    "qwen3-0.6b": _named(4096, _QWEN3, 28, 1024, 16, 8, 128, 3072, 151936, tied=True, qk_norm=True),
+    "qwen3-1.7b": _named(4096, _QWEN3, 28, 2048, 16, 8, 128, 6144, 151936, tied=True, qk_norm=True),
+    "qwen3-4b": _named(4096, _QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, tied=True, qk_norm=True),
+    "qwen3-8b": _named(4096, _QWEN3, 36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True),
+    "qwen3-14b": _named(4096, _QWEN3, 40, 5120, 40, 8, 128, 17408, 151936, qk_norm=True),
+    "qwen3-32b": _named(4096, _QWEN3, 64, 5120, 64, 8, 128, 25600, 151936, qk_norm=True),
     "qwen3-30b-a3b": _named(
-        4096, _QWEN3, 48, 2048, 32, 4, 128, 6144, 151936, experts=Experts(128, 8, 768)
+        4096, _QWEN3, 48, 2048, 32, 4, 128, 6144, 151936, experts=Experts(128, 8, 768), qk_norm=True
     ),
     "qwen3-235b-a22b": _named(
-        4096, _QWEN3, 94, 4096, 64, 4, 128, 12288, 151936, experts=Experts(128, 8, 1536)
+        *(4096, _QWEN3, 94, 4096, 64, 4, 128, 12288, 151936),
+        experts=Experts(128, 8, 1536),
+        qk_norm=True,
     ),
     "gpt2": _named(1024, _GPT2, 12, 768, 12, 12, 64, 3072, 50304, learned_positions=1024, **_PLAIN),
     "gpt2-xl": _named(
@@ -148,6 +150,7 @@ NAMED: dict[str, NamedModel] = {
     "gemma3-4b": _named(
         *(32768, _GEMMA3, 34, 2560, 8, 4, 256, 10240, 262208),
         tied=True,
+        qk_norm=True,
         activation="gelu_tanh",
         window=1024,
         windowed_layers=29,
@@ -155,6 +158,7 @@ NAMED: dict[str, NamedModel] = {
     "gemma3-12b": _named(
         *(32768, _GEMMA3, 48, 3840, 16, 8, 256, 15360, 262208),
         tied=True,
+        qk_norm=True,
         activation="gelu_tanh",
         window=1024,
         windowed_layers=40,
@@ -162,6 +166,7 @@ NAMED: dict[str, NamedModel] = {
     "gemma3-27b": _named(
         *(32768, _GEMMA3, 62, 5376, 32, 16, 128, 21504, 262208),
         tied=True,
+        qk_norm=True,
         activation="gelu_tanh",
         window=1024,
         windowed_layers=52,
