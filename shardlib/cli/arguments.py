@@ -71,15 +71,21 @@ class CommandWithKeys(ConfigCommand):
 
 
 def keys_text(cls: type, width: int) -> str:
-    """Returns every key of a configclass with its type, default and meaning, one block per key."""
+    """Returns every key of a configclass with its type, default and meaning, one block per key.
+
+    Keys that are the same under several choices are one block.
+    """
     from shardlib.config import keys
 
-    lines = ["Keys of the config (type, default, condition, meaning):"]
+    same: dict[tuple[str, str, str, str], list[str]] = {}
     for key in keys(cls):
         default = "required" if key.required else f"default {key.default_text}"
-        when = f", with {key.when}" if key.when else ""
-        lines += ["", f"  {key.path}  {key.type_text}, {default}{when}"]
-        lines += textwrap.wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        same.setdefault((key.path, key.type_text, default, key.doc), []).append(key.when)
+    lines = ["Keys of the config (type, default, condition, meaning):"]
+    for (path, type_text, default, doc), choices in same.items():
+        when = f", with {' or '.join(choices)}" if any(choices) else ""
+        lines += ["", f"  {path}  {type_text}, {default}{when}"]
+        lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
 

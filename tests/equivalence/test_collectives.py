@@ -119,7 +119,7 @@ def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     stacked = {shape[1:] for shape in shapes if shape[0] == LAYERS}
     of_a_layer = stacked | {(1, *shape) for shape in stacked}
     assert {shape for c in gathered for shape in arrays(c)} <= {*shapes} | of_a_layer
-    assert all(c.count == LAYERS for c in gathered if c.in_loop)
+    assert {c.count for c in gathered if c.in_loop} == {LAYERS}
     # Each at most once forward and once backward, and each gradient reduced once.
     size = sum(map(math.prod, shapes))
     assert elements(gathered) <= 2 * size

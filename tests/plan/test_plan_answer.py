@@ -268,9 +268,9 @@ def test_fixes_fit_and_are_priced():
     tighter = cheapest_fixes(
         workload(), Layout(data=8, fsdp=8, microbatches=4), Choice(), roomy, over_bytes=10e9
     )
-    assert all(
-        fix.plan.memory.fits(capacity_bytes(roomy) - 10e9) for fix in tighter if fix.settings
-    )
+    changes = [fix.plan.memory for fix in tighter if fix.settings]
+    assert changes
+    assert all(memory.fits(capacity_bytes(roomy) - 10e9) for memory in changes)
 
 
 @pytest.mark.mesh
