@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -97,19 +98,21 @@ def images():
     return {"inputs": np.random.default_rng(0).standard_normal((2, 16, 16, 3), np.float32)}
 
 
-def oracle(model, inputs):
-    """Returns the logits, without those of padding."""
+def theirs_of(model, inputs):
     if inputs["inputs"].ndim == 4:
         images = torch.from_numpy(inputs["inputs"].transpose(0, 3, 1, 2).copy())
-        with torch.no_grad():
-            return model.eval()(pixel_values=images).logits.numpy()
+        return model.eval()(pixel_values=images).logits
     theirs = {"inputs": "input_ids", "segment_ids": "attention_mask", "types": "token_type_ids"}
     arrays = {theirs[k]: torch.from_numpy(x.astype(np.int64)) for k, x in inputs.items()}
-    with torch.no_grad():
-        out = model.eval()(**arrays)
+    out = model.eval()(**arrays)
     if "start_logits" in out:
-        return torch.stack([out.start_logits, out.end_logits], -1).numpy()
-    return out.logits.numpy()
+        return torch.stack([out.start_logits, out.end_logits], -1)
+    return out.logits
+
+
+def oracle(model, inputs):
+    with torch.no_grad():
+        return theirs_of(model, inputs).numpy()
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -163,6 +166,37 @@ def test_a_field_read_wrongly_would_be_told(case, edited, monkeypatch):
     if "pad_token_id" in change:
         change = change | {"max_position_embeddings": 64}
     assert error(hf.load(edited(folder, change)), inputs, expected) > 10 * TOLERANCE
+
+
+def test_gradients_are_those_of_transformers(case, tmp_path):
+    """Gradients go into the place of weights, and are compared by the names on disk."""
+    folder, inputs, kind, expected, _ = case
+    weights = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    if weights.ndim == 3:
+        weights[inputs["segment_ids"] == 0] = 0.0
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    torch.sum(theirs_of(model, inputs) * torch.from_numpy(weights)).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(tmp_path / "theirs")
+
+    loaded = hf.load(folder)
+    graphdef, params, rest = nnx.split(loaded.model, nnx.Param, ...)
+    first, *others = inputs.values()
+    arrays = dict(zip(list(inputs)[1:], others, strict=True))
+
+    @jax.jit
+    def loss(params):
+        return jnp.sum(nnx.merge(graphdef, params, rest)(first, **arrays) * weights)
+
+    nnx.update(loaded.model, jax.grad(loss)(params))
+    hf.save(loaded, tmp_path / "ours")
+    theirs, ours = (safetensors.load_file(tmp_path / one / SINGLE) for one in ("theirs", "ours"))
+    scale = {name: np.abs(theirs[name]).max() for name in ours}
+    for name in ours:
+        # Sums of terms that cancel: relative to the gradients of the largest tensors too.
+        size = max(scale[name], 1e-3 * max(scale.values()))
+        assert np.abs(ours[name] - theirs[name]).max() <= 1e-4 * size, name
 
 
 def test_names_of_the_first_checkpoints(tmp_path):
