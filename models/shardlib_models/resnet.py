@@ -22,8 +22,9 @@ from shardlib.sharding.constrain import constrain
 from shardlib_models.image_loss import loss
 from shardlib_models.layers import Linear, parameter
 
+Depth = Literal[18, 34, 50, 101, 152]
 # Blocks in each of the four stages.
-DEPTHS = {
+DEPTHS: dict[Depth, tuple[int, ...]] = {
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
@@ -41,7 +42,7 @@ class ResNetConfig:
     """A residual convolutional network for classification."""
 
     name: Literal["resnet"] = "resnet"
-    depth: Literal[18, 34, 50, 101, 152] = 50
+    depth: Depth = 50
     """Number of weight layers: basic blocks for 18 and 34, bottlenecks for the others."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """A 7x7 convolution of stride 2 and a pool, or a 3x3 of stride 1 for images of 8 to 64."""
@@ -60,6 +61,12 @@ class ResNetConfig:
     def expansion(self) -> int:
         """The output channels of a block for each inner channel."""
         return EXPANSION if self.depth >= BOTTLENECK_FROM else 1
+
+    @property
+    def widths(self) -> list[int]:
+        """The channels that each stage gives."""
+        stages = range(len(DEPTHS[self.depth]))
+        return [self.width * 2**stage * self.expansion for stage in stages]
 
     def classes(self, data: DataSpec) -> int:
         """Returns the number of logits, from the config or else from the data."""
@@ -174,10 +181,8 @@ class ResNet(nnx.Module):
         size, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
         self.stem = ConvNorm(channels, config.width, size, stride, config=config, rngs=rngs)
         self.blocks = nnx.List([Block(*p, config=config, rngs=rngs) for p in _plan(config)])
-        features = config.width * 2 ** (len(DEPTHS[config.depth]) - 1) * config.expansion
-        self.head = Linear(
-            {"conv_in": features}, {"classes": num_classes}, stddev=0.01, bias=True, rngs=rngs
-        )
+        features = {"conv_in": config.widths[-1]}
+        self.head = Linear(features, {"classes": num_classes}, stddev=0.01, bias=True, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Returns the logits [batch, classes] of `images` [batch, height, width, channels]."""

@@ -36,9 +36,12 @@ class Transformer(nnx.Module):
         self.vocab_size = vocab_size
         width, stddev = config.embed_dim, config.init_stddev
         options = {"stddev": stddev, "rngs": rngs}
-        token = {"embed": width} if config.token_dim is None else {"token_dim": config.token_dim}
-        ((axis, size),) = token.items()
-        self.token_embedding = Embedding(vocab_size, size, "vocab", width=axis, **options)
+        projected = config.token_size != width
+        axis = "token_dim" if projected else "embed"
+        token = {axis: config.token_size}
+        self.token_embedding = Embedding(
+            vocab_size, config.token_size, "vocab", width=axis, **options
+        )
         learned = config.positions == "learned" and (config.max_positions or 0)
         rows = learned + config.position_offset
         self.position_embedding = (
@@ -55,7 +58,6 @@ class Transformer(nnx.Module):
             lambda rngs: Block(config, rngs=rngs), config.num_layers - dense, rngs
         )
         self.final_norm = None if config.block == "post" else norm_of(config, width)
-        projected = config.token_dim is not None
         self.project_in = Linear(token, {"embed": width}, **options) if projected else None
         self.project_out = Linear({"embed": width}, token, **options) if projected else None
         biased = {"bias": config.head_bias, **options}

@@ -101,7 +101,8 @@ class TransformerConfig:
     tied_embeddings: bool = False
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None
-    """Width of the embedding table, which is projected to `embed_dim` and back; null for none."""
+    """Width of the embedding table, which is projected to `embed_dim` and back; null for
+    `embed_dim` itself."""
     embed_scale: Literal["sqrt"] | bool | float = 1.0
     """Factor of the embeddings; sqrt or true for sqrt(embed_dim), as in Gemma; false for 1."""
     residual_scale: float = 1.0
@@ -192,6 +193,11 @@ class TransformerConfig:
     def mlp_size(self) -> int:
         """The hidden width of the MLP."""
         return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def token_size(self) -> int:
+        """The width of the embedding table."""
+        return self.embed_dim if self.token_dim is None else self.token_dim
 
     @property
     def remat_tags(self) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Architecture:
     model_type: str
     """Its `model_type` in config.json, as in llama."""
     fields: Mapping[str, Field]
-    """Fields of config.json by their names."""
+    """Fields of config.json by name, with a dot for one of a part: `text_config.vocab_size`."""
     fixed: Mapping[str, Any]
     """Fields of config.json that must have one value, which is also their default."""
     ours: Mapping[str, Any]
@@ -81,8 +81,8 @@ class Architecture:
         """
         faults, flat = [], dict(self.ours)
         for name, field in self.fields.items():
-            held = [theirs[one] for one in (name, *field.aliases) if one in theirs]
-            value = held[0] if held else field.default
+            held = [_held(theirs, one, REQUIRED) for one in (name, *field.aliases)]
+            value = next((one for one in held if one is not REQUIRED), field.default)
             if value is REQUIRED:
                 faults.append(f"{name} is missing.")
             elif field.values is None:
@@ -93,10 +93,10 @@ class Architecture:
                 known = ", ".join(map(repr, field.values.values()))
                 faults.append(f"{name} is {value!r}; supported: {known}.")
         faults += [
-            f"{name} is {theirs[name]!r}; supported: {value!r}."
+            f"{name} is {_held(theirs, name, None)!r}; supported: {value!r}."
             for name, value in self.fixed.items()
             # Null, false and nothing mean the same.
-            if (theirs.get(name, value) or None) != (value or None)
+            if (_held(theirs, name, value) or None) != (value or None)
         ]
         for converter in self.converters:
             fields = _Fields(theirs)
@@ -146,7 +146,7 @@ class Architecture:
             )
         for converter in self.converters:
             theirs |= converter.write(config)
-        return theirs
+        return _nested(theirs)
 
 
 class _Fields(dict[str, Any]):
@@ -170,6 +170,16 @@ class _Fields(dict[str, Any]):
 
 def _key(values: Mapping[Any, Any], value: object) -> Any:
     return next((key for key, other in values.items() if other == value), None)
+
+
+def _held(theirs: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns a field of config.json, or a default if the field or its part is not there."""
+    value: Any = theirs
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,23 @@
 """Loading a Hugging Face checkpoint onto the active mesh, shard by shard."""
 
 import dataclasses
-import fnmatch
 import logging
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from shardlib.errors import CheckpointError, ModelError
+from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
-from shardlib.hf.architecture import Architecture
 from shardlib.hf.description import Description, describe
 from shardlib.hf.loaded import Loaded
+from shardlib.hf.matching import heads, is_floating, matched
 from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
@@ -54,7 +52,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool 
         ConfigError: If config.json describes a model that its family does not have.
         RuleError: If parameters cannot be placed.
     """
-    if dtype is not None and not _is_floating(dtype):
+    if dtype is not None and not is_floating(dtype):
         raise ModelError(
             f"dtype={dtype!r} is not a floating-point dtype.\n"
             "  Write it as jnp.bfloat16, or leave it out for the dtypes of the checkpoint."
@@ -96,49 +94,24 @@ def read_params(
     Raises:
         CheckpointError: As in `load`.
     """
-    known = parameters(module, state=True)
-    layout = TensorTable(found.architecture.table(found.config), known)
+    known, described = parameters(module, state=True), found.architecture
+    layout = TensorTable(described.table(found.config), known)
     tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
-    if found.held is None:
-        names = _check(layout, tensors, found.architecture, found.config)
-        return read_parameters(layout, tensors, names, placed, dtype)
-    new, left = _heads(layout, tensors, found.held, found.config)
-    kept = {path: known[path] for path in known.keys() - new}
-    layout = TensorTable(found.architecture.table(found.config), kept)
-    described = dataclasses.replace(
-        found.architecture, ignored=(*found.architecture.ignored, *found.held.ignored, *left)
-    )
-    names = _check(layout, tensors, described, found.config)
-    _LOG.warning(
-        "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
-        *(found.folder, found.held.name),
-        ", ".join(sorted(new)) or "(none)",
-        ", ".join(name for name in tensors if name in left) or "(none)",
-    )
-    placed = {path: sharding for path, sharding in placed.items() if path in kept}
+    if found.held is not None:
+        new, left = heads(layout, tensors, found.held, found.config)
+        kept = {path: known[path] for path in known.keys() - new}
+        layout = TensorTable(described.table(found.config), kept)
+        ignored = (*described.ignored, *found.held.ignored, *left)
+        described = dataclasses.replace(described, ignored=ignored)
+        placed = {path: sharding for path, sharding in placed.items() if path in kept}
+        _LOG.warning(
+            "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
+            *(found.folder, found.held.name),
+            ", ".join(sorted(new)) or "(none)",
+            ", ".join(name for name in tensors if name in left) or "(none)",
+        )
+    names = matched(layout, tensors, described, found.config)
     return read_parameters(layout, tensors, names, placed, dtype)
-
-
-def _heads(
-    layout: TensorTable, tensors: Tensors, held: Architecture, config: Any
-) -> tuple[set[str], set[str]]:
-    """Returns the parameters of a head that a folder of another architecture lacks, and the names
-    of the tensors of its own head."""
-    theirs = {row.theirs for row in held.table(config)}
-    ours = {row.theirs for row in layout.rows.values()}
-    lacking = {
-        layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors
-    }
-    new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
-    left = {one for name in theirs - ours for one in _aliases(name, held, ())}
-    return new, left | set(held.tied.values())
-
-
-def _is_floating(dtype: DTypeLike) -> bool:
-    try:
-        return jnp.issubdtype(np.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
 
 
 def parameters(module: FunctionalModule, *, state: bool = False) -> dict[str, Parameter]:
@@ -151,65 +124,6 @@ def parameters(module: FunctionalModule, *, state: bool = False) -> dict[str, Pa
     }
 
 
-def _check(
-    layout: TensorTable, tensors: Tensors, described: Architecture, config: Any
-) -> dict[str, str]:
-    """Returns the name in the files of each tensor of a layout; raises all faults at once."""
-    expected = {name: shape for name, shape, _ in layout.tensors()}
-    dtypes: dict[str, np.dtype] = {}
-    ignored = [one.format_map(vars(config)) for one in described.ignored]
-    names, faults = {}, []
-    for name, shape, path in layout.tensors():
-        held = next((one for one in _aliases(name, described, expected) if one in tensors), None)
-        if held is None:
-            faults.append(f"{name} is missing.")
-            continue
-        names[name] = held
-        entry = tensors.entries[held]
-        if entry.shape != shape:
-            faults.append(f"{held} has shape {entry.shape}, expected {shape}.")
-        if not _is_floating(entry.dtype):
-            faults.append(f"{held} is of dtype {entry.dtype}, expected floating-point numbers.")
-        elif entry.dtype != dtypes.setdefault(path, entry.dtype):
-            faults.append(f"{held} is of dtype {entry.dtype}, expected {dtypes[path]} as others.")
-    copies = {copy for name in expected for copy in _aliases(name, described, expected)}
-    known = {*names.values(), *copies}
-    faults += [
-        f"{name} is not a tensor of the model."
-        for name in tensors
-        if name not in known and not any(fnmatch.fnmatch(name, one) for one in ignored)
-    ]
-    if faults:
-        raise CheckpointError(
-            f"the tensors of {tensors.folder} do not fit its config.json:\n  "
-            + "\n  ".join(_by_kind(faults))
-            + "\n  Correct config.json, or export the checkpoint again."
-        )
-    return names
-
-
-def _by_kind(faults: list[str]) -> list[str]:
-    """Returns the first of the faults that differ in numbers of layers and experts alone."""
-    kinds: dict[str, list[str]] = {}
-    for fault in sorted(faults):
-        kinds.setdefault(re.sub(r"\.\d+\.", ".N.", fault), []).append(fault)
-    return [
-        first + (f" The same holds for {len(more)} of other numbers." if more else "")
-        for first, *more in kinds.values()
-    ]
-
-
-def _aliases(name: str, described: Architecture, expected: Collection[str]) -> Iterator[str]:
-    """Yields the names under which a checkpoint may hold a tensor."""
-    for one in (name, described.tied.get(name, name)):
-        if one == name or one not in expected:
-            yield one
-            yield one.removeprefix(described.prefix)
-    for end, older in described.older.items():
-        if name.endswith(end):
-            yield name.removesuffix(end) + older
-
-
 def placements(
     module: FunctionalModule, scope: Scope | None, *, state: bool = False
 ) -> dict[str, Sharding]:
@@ -218,9 +132,7 @@ def placements(
     found: dict[str, Sharding] = {}
     for tree in module.shapes()[: 1 + state]:
         if scope is None:
-            device = jnp.zeros(()).device
-            assert isinstance(device, jax.Device)
-            found |= dict.fromkeys(named_leaves(tree), SingleDeviceSharding(device))
+            found |= dict.fromkeys(named_leaves(tree), jnp.zeros(()).sharding)
         else:
             placed = place(tree, module.axes, scope.rules.of("params"), scope.mesh)
             found |= named_leaves(shardings(tree, placed, scope.mesh))

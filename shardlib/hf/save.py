@@ -116,9 +116,7 @@ def write_folder(
         CheckpointError: If the folder cannot be written.
     """
     specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
-    tensors = layout.write(
-        lambda view, path, at: _fill(view, arrays[path], at), lambda path: arrays[path].dtype
-    )
+    tensors = layout.write(lambda view, path, at: _fill(view, arrays[path], at), specs)
 
     def gather_rest() -> None:
         for _ in tensors if jax.process_count() > 1 else ():

@@ -23,7 +23,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,7 +160,9 @@ class TensorTable:
         return out
 
     def write(
-        self, fill: Callable[[np.ndarray, str, tuple[int, ...]], None], dtype: Callable[[str], Any]
+        self,
+        fill: Callable[[np.ndarray, str, tuple[int, ...]], None],
+        specs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the name and the values of every tensor of theirs, in the order of `tensors`.
 
@@ -168,20 +170,14 @@ class TensorTable:
 
         Args:
             fill: `fill(view, path, at)` writes our parameter at leading indices into a view.
-            dtype: Returns the dtype of the parameter of a path.
+            specs: The shape and the dtype of each tensor by name.
         """
-        specs = {
-            theirs: (self._shape(parts[0]), np.dtype(dtype(parts[0].ours)))
-            for theirs, parts in self._parts.items()
-        }
-        sizes = {
-            theirs: math.prod(shape) * kind.itemsize for theirs, (shape, kind) in specs.items()
-        }
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}
         buffer = np.empty(max(sizes.values(), default=0), np.uint8)
-        for theirs, parts in self._parts.items():
-            shape, kind = specs[theirs]
+        for parts in self._parts.values():
             for at, name in self._names(parts[0]):
-                out = buffer[: sizes[theirs]].view(kind).reshape(shape)
+                shape, dtype = specs[name]
+                out = buffer[: sizes[name]].view(dtype).reshape(shape)
                 for part in parts:
                     fill(self._view(part, out), part.ours, at)
                 yield name, out

@@ -17,8 +17,8 @@ def written(layout, params):
     def fill(view, path, at):
         view[...] = params[path][at]
 
-    given = layout.write(fill, lambda path: params[path].dtype)
-    return {name: values.copy() for name, values in given}
+    specs = {name: (shape, params[path].dtype) for name, shape, path in layout.tensors()}
+    return {name: values.copy() for name, values in layout.write(fill, specs)}
 
 
 def read(layout, path, tensors, index=None):

@@ -139,7 +139,7 @@ def test_a_field_read_wrongly_would_be_told(case, tmp_path):
     assert error(wrong.logits(arrays["tokens"], images=arrays["images"]), expected) > 1e-4
     source["vision_config"]["hidden_act"] = "swish"
     (tmp_path / "copy" / "config.json").write_text(json.dumps(source))
-    with pytest.raises(ConfigError, match=r"vision_config: hidden_act is 'swish'; supported"):
+    with pytest.raises(ConfigError, match=r"vision_config.hidden_act is 'swish'; supported"):
         hf.load(tmp_path / "copy")
 
 

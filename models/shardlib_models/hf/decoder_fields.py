@@ -93,26 +93,33 @@ SIZES = {
 
 
 def rope(
-    default_theta: float = 10_000.0, *, partial: str | None = None, default_partial: float = 1.0
+    default_theta: float = 10_000.0,
+    *,
+    theta: str = "rope_theta",
+    partial: str | None = None,
+    default_partial: float = 1.0,
 ) -> Converter:
     """Returns the converter of the fields of rotary positions.
 
     Args:
         default_theta: The base where config.json names none.
+        theta: The field with the base.
         partial: The field with the rotated part of a head; None if all dims must be rotated.
         default_partial: That part where config.json names none.
     """
     return Converter(
-        lambda theirs: _read_rope(theirs, default_theta, partial, default_partial),
-        lambda config: _write_rope(config, partial),
+        lambda theirs: _read_rope(
+            theirs, theirs.get(theta, default_theta), partial, default_partial
+        ),
+        lambda config: _write_rope(config, theta, partial),
     )
 
 
 def _read_rope(
-    theirs: Mapping[str, Any], default_theta: float, partial: str | None, default_partial: float
+    theirs: Mapping[str, Any], theta: float, partial: str | None, default_partial: float
 ) -> dict[str, Any]:
     fields = rope_fields(theirs)
-    theta = fields.get("rope_theta", theirs.get("rope_theta", default_theta))
+    theta = fields.get("rope_theta", theirs.get("rope_theta", theta))
     ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": read_scaling(theirs, fields)}
     part = theirs.get(partial or "partial_rotary_factor", default_partial)
     part = fields.get("partial_rotary_factor", part)
@@ -140,8 +147,8 @@ def rope_fields(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
-def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any]:
-    theirs = {"rope_theta": config.rope_theta, "rope_scaling": write_scaling(config)}
+def _write_rope(config: TransformerConfig, theta: str, partial: str | None) -> dict[str, Any]:
+    theirs = {theta: config.rope_theta, "rope_scaling": write_scaling(config)}
     if partial is not None:
         theirs[partial] = config.rotary_size / config.head_size
     if isinstance(config.rope_scaling, LongScaling):

@@ -9,54 +9,30 @@ from shardlib.errors import ModelError
 from shardlib.hf import Converter, Field, TensorRow, rows
 from shardlib.nn.attention import YarnScaling
 from shardlib_models.hf.decoder_fields import read_scaling, rope, rope_fields, without
+from shardlib_models.hf.expert_rows import dense_first, expert_rows
 from shardlib_models.hf.llama import LLAMA
 from shardlib_models.transformer_config import TransformerConfig
 
 _LAYER = "model.layers.{layers}"
-_LATENT = f"""
-attention/query/kernel  {_LAYER}.self_attn.q_proj.weight  heads*head_dim embed
-attention/query_down/kernel  {_LAYER}.self_attn.q_a_proj.weight  latent embed
-attention/query_norm/scale  {_LAYER}.self_attn.q_a_layernorm.weight  norm
-attention/kv_down/kernel  {_LAYER}.self_attn.kv_a_proj_with_mqa.weight  latent embed
-attention/kv_norm/scale  {_LAYER}.self_attn.kv_a_layernorm.weight  norm
-attention/kv_up/kernel  {_LAYER}.self_attn.kv_b_proj.weight  heads*head_dim latent
-"""
-_QUERY_UP = f"attention/query/kernel  {_LAYER}.self_attn.q_b_proj.weight  heads*head_dim latent"
-_EXPERTS = f"""
-mlp/router/kernel  {_LAYER}.mlp.gate.weight  expert embed
-mlp/router_bias  {_LAYER}.mlp.gate.e_score_correction_bias  expert
-mlp/experts/gate  {_LAYER}.mlp.experts.{{expert}}.gate_proj.weight  mlp embed
-mlp/experts/up  {_LAYER}.mlp.experts.{{expert}}.up_proj.weight  mlp embed
-mlp/experts/down  {_LAYER}.mlp.experts.{{expert}}.down_proj.weight  embed mlp
-mlp/shared/gate/kernel  {_LAYER}.mlp.shared_experts.gate_proj.weight  mlp embed
-mlp/shared/up/kernel  {_LAYER}.mlp.shared_experts.up_proj.weight  mlp embed
-mlp/shared/down/kernel  {_LAYER}.mlp.shared_experts.down_proj.weight  embed mlp
-"""
+_ROWS = rows(f"""
+layers/attention/query/kernel  {_LAYER}.self_attn.q_proj.weight  heads*head_dim embed
+layers/attention/query_down/kernel  {_LAYER}.self_attn.q_a_proj.weight  latent embed
+layers/attention/query_norm/scale  {_LAYER}.self_attn.q_a_layernorm.weight  norm
+layers/attention/kv_down/kernel  {_LAYER}.self_attn.kv_a_proj_with_mqa.weight  latent embed
+layers/attention/kv_norm/scale  {_LAYER}.self_attn.kv_a_layernorm.weight  norm
+layers/attention/kv_up/kernel  {_LAYER}.self_attn.kv_b_proj.weight  heads*head_dim latent
+layers/mlp/router_bias  {_LAYER}.mlp.gate.e_score_correction_bias  expert
+""")
+_QUERY_UP = rows(
+    f"layers/attention/query/kernel  {_LAYER}.self_attn.q_b_proj.weight  heads*head_dim latent"
+)
 
 
 def _table(config: TransformerConfig) -> tuple[TensorRow, ...]:
     assert config.latent is not None
-    up = _QUERY_UP if config.latent.query_rank is not None else ""
-    of_layer = (*LLAMA.table(config), *rows(_prefixed(f"{_LATENT}{up}{_EXPERTS}")))
-    dense = config.num_dense_layers
-    moved = [
-        dataclasses.replace(
-            row,
-            ours=f"dense_{row.ours}",
-            theirs=row.theirs.replace("{layers}", "{dense_layers}"),
-        )
-        for row in of_layer
-        if row.ours.startswith("layers/")
-    ]
-    counted = [
-        dataclasses.replace(row, theirs=row.theirs.replace("{layers}", f"{{layers+{dense}}}"))
-        for row in of_layer
-    ]
-    return (*moved, *counted)
-
-
-def _prefixed(text: str) -> str:
-    return "\n".join(f"layers/{line}" for line in text.splitlines() if line)
+    up = _QUERY_UP if config.latent.query_rank is not None else ()
+    table = (*LLAMA.table(config), *_ROWS, *up, *expert_rows("shared_experts"))
+    return tuple(dense_first(table, config.num_dense_layers))
 
 
 def _scale(scaling: YarnScaling | None, head_size: int) -> float | None:

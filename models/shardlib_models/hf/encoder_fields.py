@@ -1,5 +1,6 @@
 """Fields that the tables of encoders share."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,28 @@ SIZES = {
     "initializer_range": Field("init_stddev", 0.02),
 }
 """The fields of encoders as BERT and ViT name them."""
+
+
+def part(
+    ours: str, theirs: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]
+) -> dict[str, Field]:
+    """Returns the fields of one part of a model, such as an encoder of two.
+
+    Args:
+        ours: The name of the part in our config.
+        theirs: Its name in config.json.
+        fields: The fields of the part alone.
+        defaults: Values of fields that config.json may lack.
+    """
+    return {
+        f"{theirs}.{name}": dataclasses.replace(
+            field,
+            ours=f"{ours}.{field.ours}",
+            default=defaults.get(name, field.default),
+            resolved=field.resolved and f"{ours}.{field.resolved}",
+        )
+        for name, field in fields.items()
+    }
 
 
 def _read_classes(theirs: Mapping[str, Any]) -> dict[str, Any]:

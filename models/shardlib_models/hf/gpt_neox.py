@@ -1,11 +1,7 @@
 """GPT-NeoX and Pythia, whose query, key and value are joined within each head."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from shardlib.hf import Architecture, Converter, Field, rows
+from shardlib.hf import Architecture, Field, rows
 from shardlib_models.hf.decoder_fields import ACTIVATIONS, LAYER_NORM, rope, without
-from shardlib_models.transformer_config import TransformerConfig
 
 _LAYER = "gpt_neox.layers.{layers}"
 _FUSED = f"{_LAYER}.attention.query_key_value"
@@ -22,19 +18,6 @@ layers/mlp/down/kernel|bias  {_LAYER}.mlp.dense_4h_to_h.weight|bias  (embed) mlp
 final_norm/scale|bias  gpt_neox.final_layer_norm.weight|bias  (norm)
 head/kernel  embed_out.weight  vocab embed
 """)
-
-
-def _read_base(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    base = theirs.get("rotary_emb_base", 10_000.0)
-    return _ROPE.read({"rope_theta": base, **theirs})
-
-
-def _write_base(config: TransformerConfig) -> dict[str, Any]:
-    fields = _ROPE.write(config)
-    return {"rotary_emb_base": fields.pop("rope_theta"), **fields}
-
-
-_ROPE = rope(partial="rotary_pct", default_partial=0.25)
 
 NEOX = Architecture(
     name="GPTNeoXForCausalLM",
@@ -57,7 +40,7 @@ NEOX = Architecture(
         "num_kv_heads": None,
         "head_dim": None,
     },
-    converters=(Converter(_read_base, _write_base),),
+    converters=(rope(theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25),),
     table=lambda config: _ROWS,
     tied={"gpt_neox.embed_in.weight": "embed_out.weight"},
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),

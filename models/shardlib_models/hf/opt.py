@@ -1,11 +1,7 @@
 """OPT, from 125M to 175B; 350M has its norms after the branches and projects its embeddings."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from shardlib.hf import Architecture, Converter, Field, rows
+from shardlib.hf import Architecture, Field, rows
 from shardlib_models.hf.decoder_fields import ACTIVATIONS, LAYER_NORM, without
-from shardlib_models.transformer_config import TransformerConfig
 
 _LAYER = "model.decoder.layers.{layers}"
 _ROWS = rows(f"""
@@ -25,22 +21,13 @@ final_norm/scale|bias  model.decoder.final_layer_norm.weight|bias  (norm)
 """)
 _PROJECTED = rows("token_embedding/embedding  model.decoder.embed_tokens.weight  vocab token_dim")
 
-
-def _read_width(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    width, token = theirs["hidden_size"], theirs.get("word_embed_proj_dim")
-    return {"embed_dim": width, "token_dim": None if token in (None, width) else token}
-
-
-def _write_width(config: TransformerConfig) -> dict[str, Any]:
-    token = config.embed_dim if config.token_dim is None else config.token_dim
-    return {"hidden_size": config.embed_dim, "word_embed_proj_dim": token}
-
-
 OPT = Architecture(
     name="OPTForCausalLM",
     model_type="opt",
     fields={
         "num_hidden_layers": Field("num_layers"),
+        "hidden_size": Field("embed_dim"),
+        "word_embed_proj_dim": Field("token_dim", None, resolved="token_size"),
         "ffn_dim": Field("mlp_dim", resolved="mlp_size"),
         "num_attention_heads": Field("num_heads"),
         "vocab_size": Field("vocab_size"),
@@ -63,8 +50,7 @@ OPT = Architecture(
         "num_kv_heads": None,
         "head_dim": None,
     },
-    converters=(Converter(_read_width, _write_width),),
-    table=lambda config: _ROWS if config.token_dim is None else _ROWS + _PROJECTED,
+    table=lambda config: _ROWS if config.token_size == config.embed_dim else _ROWS + _PROJECTED,
     prefix="model.",
     tied={"model.decoder.embed_tokens.weight": "lm_head.weight"},
 )

@@ -4,19 +4,13 @@ import dataclasses
 
 from shardlib.hf import Field, rows
 from shardlib_models.hf.decoder_fields import EXPERTS, without
+from shardlib_models.hf.expert_rows import expert_rows
 from shardlib_models.hf.llama import LLAMA, QWEN2, QWEN3
 
-_MLP = "model.layers.{layers}.mlp"
-_ROWS = rows(f"""
-layers/mlp/router/kernel  {_MLP}.gate.weight  expert embed
-layers/mlp/experts/gate  {_MLP}.experts.{{expert}}.gate_proj.weight  mlp embed
-layers/mlp/experts/up  {_MLP}.experts.{{expert}}.up_proj.weight  mlp embed
-layers/mlp/experts/down  {_MLP}.experts.{{expert}}.down_proj.weight  embed mlp
-layers/mlp/shared/gate/kernel  {_MLP}.shared_expert.gate_proj.weight  mlp embed
-layers/mlp/shared/up/kernel  {_MLP}.shared_expert.up_proj.weight  mlp embed
-layers/mlp/shared/down/kernel  {_MLP}.shared_expert.down_proj.weight  embed mlp
-layers/mlp/shared_gate/kernel  {_MLP}.shared_expert_gate.weight  shared_gate embed
-""")
+_GATE = "model.layers.{layers}.mlp.shared_expert_gate.weight"
+_ROWS = expert_rows("shared_expert") + rows(
+    f"layers/mlp/shared_gate/kernel  {_GATE}  shared_gate embed"
+)
 _FIELDS = {
     "num_experts": Field("moe.num_experts", aliases=("num_local_experts",)),
     "num_experts_per_tok": Field("moe.experts_per_token"),

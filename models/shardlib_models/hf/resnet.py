@@ -5,29 +5,23 @@ from typing import Any
 
 from shardlib.hf import Architecture, Converter, Field, TensorRow, rows
 from shardlib_models.hf.encoder_fields import CLASSES
-from shardlib_models.resnet import BOTTLENECK_FROM, DEPTHS, EXPANSION, ResNetConfig
-
-_KINDS = {"basic": 1, "bottleneck": EXPANSION}
-_HEAD = """
-head/kernel|bias  classifier.1.weight|bias  (classes) conv_in
-"""
+from shardlib_models.resnet import DEPTHS, ResNetConfig
 
 
 def _table(config: ResNetConfig) -> tuple[TensorRow, ...]:
-    return rows(
-        "\n".join([_conv_norm("stem", "resnet.embedder.embedder"), *_blocks(config), _HEAD])
-    )
+    stem = _conv_norm("stem", "resnet.embedder.embedder")
+    head = "head/kernel|bias  classifier.1.weight|bias  (classes) conv_in"
+    return rows("\n".join([stem, *_blocks(config), head]))
 
 
 def _blocks(config: ResNetConfig) -> Iterator[str]:
-    block = 0
-    for stage, count in enumerate(DEPTHS[config.depth]):
-        for layer in range(count):
-            ours, theirs = f"blocks/{block}", f"resnet.encoder.stages.{stage}.layers.{layer}"
-            for place in range(3 if config.expansion > 1 else 2):
-                yield _conv_norm(f"{ours}/branch/{place}", f"{theirs}.layer.{place}")
-            yield _conv_norm(f"{ours}/shortcut", f"{theirs}.shortcut")
-            block += 1
+    stages = enumerate(DEPTHS[config.depth])
+    places = [(stage, layer) for stage, count in stages for layer in range(count)]
+    for block, (stage, layer) in enumerate(places):
+        ours, theirs = f"blocks/{block}", f"resnet.encoder.stages.{stage}.layers.{layer}"
+        for place in range(3):
+            yield _conv_norm(f"{ours}/branch/{place}", f"{theirs}.layer.{place}")
+        yield _conv_norm(f"{ours}/shortcut", f"{theirs}.shortcut")
 
 
 def _conv_norm(ours: str, theirs: str) -> str:
@@ -39,23 +33,23 @@ def _conv_norm(ours: str, theirs: str) -> str:
 
 
 def _read_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    kind, depths = theirs.get("layer_type", "bottleneck"), tuple(theirs["depths"])
-    expansion, width = _KINDS.get(kind), theirs["embedding_size"]
-    sizes = [width * 2**stage * (expansion or 1) for stage in range(4)]
-    for depth, known in DEPTHS.items():
-        if known == depths and expansion == (EXPANSION if depth >= BOTTLENECK_FROM else 1):
-            if list(theirs["hidden_sizes"]) != sizes:
-                raise ValueError(f"hidden_sizes is {theirs['hidden_sizes']}; supported: {sizes}.")
+    width, depths = theirs["embedding_size"], list(theirs["depths"])
+    kind = theirs.get("layer_type", "bottleneck")
+    for depth in DEPTHS:
+        sizes = _write_sizes(ResNetConfig(depth=depth, width=width))
+        if (kind, depths) == (sizes["layer_type"], sizes["depths"]):
+            given, supported = list(theirs["hidden_sizes"]), sizes["hidden_sizes"]
+            if given != supported:
+                raise ValueError(f"hidden_sizes is {given}; supported: {supported}.")
             return {"depth": depth, "width": width}
-    raise ValueError(
-        f"depths is {list(depths)} of {kind!r}; supported: ResNet {', '.join(map(str, DEPTHS))}."
-    )
+    known = ", ".join(map(str, DEPTHS))
+    raise ValueError(f"depths is {depths} of {kind!r}; supported: ResNet {known}.")
 
 
 def _write_sizes(config: ResNetConfig) -> dict[str, Any]:
     return {
         "embedding_size": config.width,
-        "hidden_sizes": [config.width * 2**stage * config.expansion for stage in range(4)],
+        "hidden_sizes": config.widths,
         "depths": list(DEPTHS[config.depth]),
         "layer_type": "bottleneck" if config.expansion > 1 else "basic",
     }

@@ -1,9 +1,8 @@
 """T5 v1.0, T5 v1.1 and Flan-T5."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from shardlib.hf import Architecture, Converter, Field, TensorRow, rows
+from shardlib.hf import Architecture, Field, TensorRow, rows
 
 
 def _attention(ours: str, theirs: str) -> str:
@@ -45,17 +44,6 @@ decoder/layers/cross_norm/scale  {cross}.layer_norm.weight  norm
 """)
 
 
-def _read_head(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    # Newer versions of transformers write the first field, and true for the second whatever it is.
-    tied = theirs.get("tie_word_embeddings", True)
-    return {"tied_embeddings": theirs.get("scale_decoder_outputs", tied)}
-
-
-def _write_head(config: Any) -> dict[str, Any]:
-    tied = config.tied_embeddings
-    return {"tie_word_embeddings": tied, "scale_decoder_outputs": tied}
-
-
 T5 = Architecture(
     name="T5ForConditionalGeneration",
     model_type="t5",
@@ -73,9 +61,11 @@ T5 = Architecture(
         "layer_norm_epsilon": Field("norm_eps", 1e-6),
         "initializer_factor": Field("init_factor", 1.0),
         "decoder_start_token_id": Field("start_token", 0),
+        # Newer versions of transformers write the last, and true for the first whatever it is.
+        "tie_word_embeddings": Field("tied_embeddings", True),
+        "scale_decoder_outputs": Field("tied_embeddings", True, aliases=("tie_word_embeddings",)),
     },
     fixed={"is_encoder_decoder": True, "is_decoder": False},
-    converters=(Converter(_read_head, _write_head),),
     ours={},
     table=_table,
     tied={"shared.weight": "lm_head.weight"},
@@ -86,4 +76,3 @@ T5 = Architecture(
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     ),
 )
-"""T5 with the head of a language model."""

@@ -1,0 +1,108 @@
+"""Tensors of a checkpoint found by the names of a table, under any of their names."""
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from shardlib.errors import CheckpointError
+from shardlib.hf.architecture import Architecture
+from shardlib.hf.safetensors import Tensors
+from shardlib.hf.tensor_table import TensorTable
+
+
+def matched(
+    layout: TensorTable, tensors: Tensors, described: Architecture, config: Any
+) -> dict[str, str]:
+    """Returns the name in the files of each tensor of a table.
+
+    Args:
+        layout: The table of the tensors.
+        tensors: The tensors of the files.
+        described: The architecture of the table.
+        config: The config of the model.
+
+    Raises:
+        CheckpointError: If tensors are missing, unknown, or of another shape or dtype. The message
+            lists all of them.
+    """
+    expected = {name: shape for name, shape, _ in layout.tensors()}
+    dtypes: dict[str, np.dtype] = {}
+    ignored = [one.format_map(vars(config)) for one in described.ignored]
+    names, faults = {}, []
+    for name, shape, path in layout.tensors():
+        held = next((one for one in _aliases(name, described, expected) if one in tensors), None)
+        if held is None:
+            faults.append(f"{name} is missing.")
+            continue
+        names[name] = held
+        entry = tensors.entries[held]
+        if entry.shape != shape:
+            faults.append(f"{held} has shape {entry.shape}, expected {shape}.")
+        if not is_floating(entry.dtype):
+            faults.append(f"{held} is of dtype {entry.dtype}, expected floating-point numbers.")
+        elif entry.dtype != dtypes.setdefault(path, entry.dtype):
+            faults.append(f"{held} is of dtype {entry.dtype}, expected {dtypes[path]} as others.")
+    copies = {copy for name in expected for copy in _aliases(name, described, expected)}
+    known = {*names.values(), *copies}
+    faults += [
+        f"{name} is not a tensor of the model."
+        for name in tensors
+        if name not in known and not any(fnmatch.fnmatch(name, one) for one in ignored)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the tensors of {tensors.folder} do not fit its config.json:\n  "
+            + "\n  ".join(_by_kind(faults))
+            + "\n  Correct config.json, or export the checkpoint again."
+        )
+    return names
+
+
+def _by_kind(faults: list[str]) -> list[str]:
+    """Returns the first of the faults that differ in numbers of layers and experts alone."""
+    kinds: dict[str, list[str]] = {}
+    for fault in sorted(faults):
+        kinds.setdefault(re.sub(r"\.\d+\.", ".N.", fault), []).append(fault)
+    return [
+        first + (f" The same holds for {len(more)} of other numbers." if more else "")
+        for first, *more in kinds.values()
+    ]
+
+
+def _aliases(name: str, described: Architecture, expected: Collection[str]) -> Iterator[str]:
+    """Yields the names under which a checkpoint may hold a tensor."""
+    for one in (name, described.tied.get(name, name)):
+        if one == name or one not in expected:
+            yield one
+            yield one.removeprefix(described.prefix)
+    for end, older in described.older.items():
+        if name.endswith(end):
+            yield name.removesuffix(end) + older
+
+
+def heads(
+    layout: TensorTable, tensors: Tensors, held: Architecture, config: Any
+) -> tuple[set[str], set[str]]:
+    """Returns the parameters of a head that a folder of another architecture lacks, and the names
+    of the tensors of its own head."""
+    theirs = {row.theirs for row in held.table(config)}
+    ours = {row.theirs for row in layout.rows.values()}
+    lacking = {
+        layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors
+    }
+    new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
+    left = {one for name in theirs - ours for one in _aliases(name, held, ())}
+    return new, left | set(held.tied.values())
+
+
+def is_floating(dtype: DTypeLike) -> bool:
+    """Returns whether a value names a dtype of floating-point numbers."""
+    try:
+        return jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
