@@ -301,14 +301,14 @@ def _responses(out: Path, ids: set[str]) -> tuple[set[str], int]:
     end = data.rfind(b"\n") + 1
     try:
         rows = [json.loads(line) for line in data[:end].splitlines()]
-        found = [row["custom_id"] for row in rows]
+        found = [(row["custom_id"], row["response"]["status_code"]) for row in rows]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{out} has lines that are not responses.\n  Name another file.") from None
-    if foreign := [name for name in found if name not in ids]:
+    if foreign := [name for name, _ in found if name not in ids]:
         raise DataError(
             f"{out} answers {foreign[0]!r}, which no row of the input is called.\n"
             "  Name another file, or the input that it belongs to."
         )
     if end < len(data):
         os.truncate(out, end)
-    return set(found), sum(row["response"]["status_code"] != 200 for row in rows)
+    return {name for name, _ in found}, sum(status != 200 for _, status in found)

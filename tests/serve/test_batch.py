@@ -117,9 +117,12 @@ def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
         with pytest.raises(DataError, match=message):
             answer_batch(written(tmp_path / "in.jsonl", rows), out, engine, SPEAKER)
         assert not out.exists()
-    out.write_text(json.dumps({"custom_id": "other"}) + "\n")
+    source = written(tmp_path / "in.jsonl")
+    with pytest.raises(DataError, match="has lines that are not responses"):
+        answer_batch(source, source, engine, SPEAKER)
+    out.write_text(json.dumps({"custom_id": "other", "response": {"status_code": 200}}) + "\n")
     with pytest.raises(DataError, match="answers 'other', which no row of the input is called"):
-        answer_batch(written(tmp_path / "in.jsonl"), out, engine, SPEAKER)
+        answer_batch(source, out, engine, SPEAKER)
     (tmp_path / "in.jsonl").write_text("{\n")
     with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
         answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
