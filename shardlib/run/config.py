@@ -254,7 +254,7 @@ _MUST_STAY = ("train.guards.spike.metric", "train.guards.spike.window")
 
 def check_resumable(saved: RunConfig, now: RunConfig) -> None:
     """Raises `ConfigError`, naming each key, when `now` does not continue `saved`."""
-    from shardlib.config import diff
+    from shardlib.config import ABSENT, diff
 
     changes = [
         change
@@ -263,7 +263,9 @@ def check_resumable(saved: RunConfig, now: RunConfig) -> None:
         or not any(change.path == key or change.path.startswith(f"{key}.") for key in _MAY_CHANGE)
     ]
     if changes:
-        lines = [f"{c.path}: {c.old!r} in the run, {c.new!r} now" for c in changes]
+        # Another model or kind of data has other keys, which follow from its name.
+        shared = [c for c in changes if c.old is not ABSENT and c.new is not ABSENT]
+        lines = [f"{c.path}: {c.old!r} in the run, {c.new!r} now" for c in shared or changes]
         raise ConfigError(
             f"{now.run_dir} holds a run with a different config:\n  "
             + "\n  ".join(lines)

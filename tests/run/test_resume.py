@@ -13,8 +13,10 @@ import pytest
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.cli import main
+from shardlib.config import from_dict
 from shardlib.errors import CheckpointError, ConfigError, DataError
 from shardlib.log.events import read_events
+from shardlib.run.config import RunConfig, check_resumable
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 # Sums in another order differ by float32 rounding, which ten steps of training carry on.
@@ -30,6 +32,15 @@ def wait_for_step(run_dir, step, process, seconds=100):
         assert process.poll() is None, "\n".join(process.communicate())
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
+
+
+def test_another_model_is_named_without_the_keys_that_only_one_has():
+    text = from_dict(RunConfig, {"model": {"name": "transformer"}}, "text.yaml")
+    images = {"model": {"name": "resnet"}, "data": {"kind": "images"}}
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(text, from_dict(RunConfig, images, "images.yaml"))
+    assert "\n  model.name: 'transformer' in the run, 'resnet' now\n" in str(caught.value)
+    assert "num_heads" not in str(caught.value)
 
 
 @pytest.mark.mesh
