@@ -1,7 +1,10 @@
 """Eight fake CPU devices, warnings as errors, strict dtype and rank promotion."""
 
 import collections
+import gc
 import os
+import re
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +19,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         # Later XLA does not know the second one, and without optimization it rounds a value in
         # another way where it is cut in another way.
+        # LLVM starts anew for each piece into which a program is split.
         "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1"
         if version("jax").startswith("0.10.")
         else "--xla_backend_optimization_level=1",
     ]
@@ -29,6 +34,9 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+# Tests start Python many times, each time with all of the library: it is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Processes of pytest-xdist have 80 columns, others none: reports are as wide as in a pipe.
 os.environ.pop("COLUMNS", None)
@@ -43,6 +51,7 @@ ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 TIERS = ("mesh", "process", "aot", "docs", "soak", "gpu")
 SLOWEST_SECONDS = float(os.environ.get("SLOWEST_TEST_SECONDS", "inf"))
 
+sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,6 +62,26 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _MAX_MEMORY_MAPS = 65_530 // 2
 _SECONDS_BETWEEN_COUNTS = 10
 _counted_at = time.monotonic()
+
+_WHOLE_FILE = re.compile(
+    rf"^pytestmark = (?:\[\n    )?pytest\.mark\.({'|'.join(TIERS)}),?$", re.MULTILINE
+)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files that belong as a whole to one tier that is not asked for: their imports
+    take seconds. A file that the command names is collected."""
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    if collection_path.suffix != ".py" or collection_path in named:
+        return None
+    tier = _WHOLE_FILE.search(collection_path.read_text(encoding="utf-8"))
+    return True if tier and f"not {tier[1]}" in config.getoption("-m") else None
+
+
+def pytest_collection_finish():
+    """Takes what imports made, and tests keep, out of garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown():

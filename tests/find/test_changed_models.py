@@ -1,5 +1,6 @@
 """Rules that were found for one model are refused for another, before anything is allocated."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -42,12 +43,10 @@ def batch_of(width=512):
     return {"x": jax.ShapeDtypeStruct((16, width), jnp.float32)}
 
 
+@functools.cache
 def rules(make=Plain):
     found = sl.find_rules(make, loss=loss, batch=batch_of(), optimizer=ADAM, on="8xh100", mesh=MESH)
     return from_yaml(to_yaml(found.rules))
-
-
-RULES = rules()
 
 
 def test_paths_and_shapes_that_changed_are_named():
@@ -55,7 +54,7 @@ def test_paths_and_shapes_that_changed_are_named():
         return Plain(rngs, hidden=4096, extra=True)
 
     with pytest.raises(RuleError) as caught:
-        sl.init_state(make, ADAM, mesh=sl.make_mesh(MESH), rules=RULES)
+        sl.init_state(make, ADAM, mesh=sl.make_mesh(MESH), rules=rules())
     assert str(caught.value).splitlines() == [
         "these rules were found for another Plain:",
         "  extra/bias is new",
@@ -73,9 +72,9 @@ def test_another_size_has_rules_of_its_own():
     def make(rngs):
         return Plain(rngs, 64, 256)
 
-    with sl.use(sl.make_mesh(MESH), RULES), pytest.raises(RuleError, match="at_other_sizes"):
+    with sl.use(sl.make_mesh(MESH), rules()), pytest.raises(RuleError, match="at_other_sizes"):
         sl.abstract_state(make, ADAM)
-    with sl.use(sl.make_mesh(MESH), RULES.at_other_sizes()):
+    with sl.use(sl.make_mesh(MESH), rules().at_other_sizes()):
         step = sl.make_train_step(loss)
         assert step.partition(sl.abstract_state(make, ADAM), batch_of(64)).by == "shardlib"
 
@@ -86,22 +85,22 @@ def test_axes_that_are_now_one_are_named():
     def make(rngs):
         return Plain(rngs, turned=True)
 
-    with sl.use(sl.make_mesh(MESH), RULES):
+    with sl.use(sl.make_mesh(MESH), rules()):
         state = sl.abstract_state(make, ADAM)
         text = r"dim 0 of mid/kernel \(up\) is now one axis with dim 0 of down/kernel \(mid\)"
         with pytest.raises(RuleError, match=text):
             sl.make_train_step(loss).partition(state, batch_of())
-    with pytest.raises(RuleError, match="another model"), sl.use(sl.make_mesh(MESH), RULES):
+    with pytest.raises(RuleError, match="another model"), sl.use(sl.make_mesh(MESH), rules()):
         sl.make_eval_step(loss)(state, {"x": jnp.zeros((16, 512))})
 
 
 @pytest.mark.soak
 def test_the_fingerprint_does_not_depend_on_the_process():
-    code = "import test_changed_models as t; print(t.RULES.names.fingerprint)"
+    code = "import test_changed_models as t; print(t.rules().names.fingerprint)"
     for seed in "01":
         environ = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
         environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
         found = subprocess.run(
             [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
         )
-        assert found.stdout.strip() == RULES.names.fingerprint
+        assert found.stdout.strip() == rules().names.fingerprint

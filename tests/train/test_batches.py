@@ -11,8 +11,6 @@ import shardlib as sl
 from shardlib.errors import DataError, ModelError
 from shardlib.train.batches import moved
 
-torch = pytest.importorskip("torch", reason="not installed")
-
 X = np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)
 BATCH = {"x": X, "y": np.arange(16, dtype=np.int32)}
 
@@ -50,7 +48,7 @@ ELSEWHERE = {
     "another mesh": lambda x: jax.device_put(
         x, jax.NamedSharding(sl.make_mesh("data=4", devices=jax.devices()[:4]), jax.P("data"))
     ),
-    "torch": torch.from_numpy,
+    "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
 }
 
 
@@ -99,6 +97,7 @@ def test_later_batches_are_moved_without_a_refusal_or_a_compilation(compilations
 
 @pytest.mark.mesh
 def test_torch_tensors_keep_their_bits():
+    torch = pytest.importorskip("torch")
     narrow = torch.from_numpy(X).to(torch.bfloat16).requires_grad_()
     wide = narrow.detach().to(torch.float32).numpy()
     batch = {"x": narrow, "y": torch.from_numpy(BATCH["y"])}
