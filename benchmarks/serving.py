@@ -13,7 +13,8 @@ take turns in one process; the figures are medians of the rounds.
   chunks of 64, over that of steps that only decode, with 8 sequences that run;
 - resident_mb: resident memory beyond weights and pages, before transformers is imported.
 
-    python benchmarks/serving.py [--requests 64] [--rounds 3] [--layers 12] [--without-transformers]
+    python benchmarks/serving.py [--requests 64] [--rounds 3] [--layers 12] [--embed 768]
+        [--vocab 32000] [--without-transformers]
 
 The last line is JSON.
 """
@@ -47,15 +48,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--embed", type=int, default=768, help="a multiple of 64")
+    parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--without-transformers", action="store_true")
     asked = parser.parse_args()
     config = TransformerConfig(
-        embed_dim=768,
+        embed_dim=asked.embed,
         num_layers=asked.layers,
-        num_heads=12,
-        num_kv_heads=12,
-        mlp_dim=2048,
-        vocab_size=32000,
+        num_heads=asked.embed // 64,
+        num_kv_heads=asked.embed // 64,
+        mlp_dim=asked.embed * 8 // 3,
+        vocab_size=asked.vocab,
         max_positions=4096,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +70,7 @@ def main() -> None:
 def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     sizes = rng.integers(64, 192, asked.requests)
-    prompts = [rng.integers(0, 32000, size).tolist() for size in sizes]
+    prompts = [rng.integers(0, asked.vocab, size).tolist() for size in sizes]
     loaded = sl.hf.load(folder)
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
     engine = sl.Engine(loaded, context=2304, pages=32 * 40, prefix_cache=False)
@@ -88,8 +91,8 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
         "programs_later": engine.stats().num_compiled - programs,
         "resident_mb": round(beyond / 2**20),
         "host_share": host_share(loaded, prompts[:32]),
-        "stall_ratio": stall_ratio(loaded, rng),
-        "prefix_ratio": prefix_ratio(loaded, rng),
+        "stall_ratio": stall_ratio(loaded, asked.vocab, rng),
+        "prefix_ratio": prefix_ratio(loaded, asked.vocab, rng),
     }
     if theirs:
         figures["transformers_tokens_per_second"] = statistics.median(theirs)
@@ -142,15 +145,15 @@ def host_share(loaded: Any, prompts: list[list[int]]) -> float:
     return round(1 - waited[0] / (time.perf_counter() - start), 4)
 
 
-def stall_ratio(loaded: Any, rng: np.random.Generator) -> float:
+def stall_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
     engine = sl.Engine(loaded, context=2304, pages=32 * 40, chunk=64)
     engine.generate([[1] * 100], max_tokens=2)
     for _ in range(8):
-        engine.submit(rng.integers(0, 32000, 64).tolist(), max_tokens=200, ignore_end=True)
+        engine.submit(rng.integers(0, vocab, 64).tolist(), max_tokens=200, ignore_end=True)
     for _ in range(20):
         engine.step()
     idle = [step_seconds(engine) for _ in range(40)]
-    late = engine.submit(rng.integers(0, 32000, 2048).tolist(), max_tokens=1, ignore_end=True)
+    late = engine.submit(rng.integers(0, vocab, 2048).tolist(), max_tokens=1, ignore_end=True)
     busy = []
     while not late.finished:
         busy.append(step_seconds(engine))
@@ -165,7 +168,7 @@ def step_seconds(engine: sl.Engine) -> float:
     return time.perf_counter() - start
 
 
-def prefix_ratio(loaded: Any, rng: np.random.Generator) -> float:
+def prefix_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
     engine = sl.Engine(loaded, context=2304, pages=32 * 40)
     engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
 
@@ -176,8 +179,8 @@ def prefix_ratio(loaded: Any, rng: np.random.Generator) -> float:
 
     ratios = []
     for _ in range(5):
-        stem = rng.integers(0, 32000, 928).tolist()
-        prompts = [[*stem, *rng.integers(0, 32000, 96).tolist()] for _ in range(2)]
+        stem = rng.integers(0, vocab, 928).tolist()
+        prompts = [[*stem, *rng.integers(0, vocab, 96).tolist()] for _ in range(2)]
         new, cached = map(first_token_seconds, prompts)
         ratios.append(cached / new)
     return round(statistics.median(ratios), 3)

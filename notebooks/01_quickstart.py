@@ -196,7 +196,7 @@ config = from_dict(
         "model": {"name": "transformer", "num_layers": 2, "embed_dim": 64, "num_heads": 4},
         "data": {"path": "builtin:python", "sequence_length": 64, "eval_steps": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 20, "clip_norm": 1.0},
-        "train": {"steps": 160, "global_batch": 16, "log_every": 40, "sample_length": 64},
+        "train": {"steps": 80, "global_batch": 16, "log_every": 20, "sample_length": 64},
         "mesh": "fsdp=-1",
     },
     source="the notebook",
@@ -209,7 +209,7 @@ result = run.train(config)
 
 # %%
 result = run.train(
-    dataclasses.replace(config, mesh="data=-1", train=dataclasses.replace(config.train, steps=240))
+    dataclasses.replace(config, mesh="data=-1", train=dataclasses.replace(config.train, steps=120))
 )
 
 # %%

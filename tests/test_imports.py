@@ -2,9 +2,11 @@
 
 import ast
 import collections
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,15 @@ def floor_of(module: str) -> int:
     return FLOOR[top]
 
 
+def nodes(file: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(file.read_text()))
+
+
+@functools.cache
 def imports(file: Path) -> list[tuple[int, str]]:
     """All absolute imports of a file with their lines, those inside functions included."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -138,7 +145,7 @@ def test_models_use_what_stands_above_the_cost_model():
 def imports_of_model(file: Path) -> list[tuple[int, str]]:
     """Imports of shardlib in a model's file; relative ones stay within the models."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -157,7 +164,7 @@ def test_no_two_classes_share_a_name():
     names = collections.Counter(
         node.name
         for file in modules().values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.ClassDef)
     )
     # A choice of rules and a choice of a plan are public names of their packages.
@@ -184,7 +191,7 @@ def test_functions_are_of_a_size_to_read():
         f"{file.name}: {node.name} has {lines} lines"
         for root in (PACKAGE, MODELS)
         for file in root.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := node.end_lineno - node.lineno + 1) > 60
     }

@@ -1,6 +1,7 @@
 """Docstrings, comments and messages keep to the rules of prose that a pattern can check."""
 
 import ast
+import functools
 import re
 import tokenize
 from pathlib import Path
@@ -22,12 +23,16 @@ QUESTION = re.compile(r"(What|Which|How|Where|Whether|Who|In what|In which|By ho
 FRAGMENT = re.compile(r"(Of|As|As of|For|By|With|On|From)\b")
 
 
+@functools.cache
 def texts(file):
-    """Yields the lines of comments and strings of a file, with their numbers."""
+    """Returns the lines of comments and strings of a file, with their numbers."""
     with file.open("rb") as source:
-        for token in tokenize.tokenize(source.readline):
-            if token.type in TEXTS:
-                yield from enumerate(token.string.splitlines(), token.start[0])
+        return [
+            line
+            for token in tokenize.tokenize(source.readline)
+            if token.type in TEXTS
+            for line in enumerate(token.string.splitlines(), token.start[0])
+        ]
 
 
 @pytest.mark.parametrize("advice", AVOIDED)

@@ -41,13 +41,15 @@ def loss(x, labels):
     return mean.total
 
 
+# A call is checked where it is traced: nothing is compiled.
+trace = jax.eval_shape
 for mesh in ("context=4", "data=2,expert=2"):
     with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
         for options in ({}, {"backend": "blockwise"}, {"segment_ids": segments}, {"window": 5}):
-            jax.grad(lambda q: attend(q, key, key, **options).sum())(query)
-        jax.grad(lambda x: experts(x, "dropless", chunks=2).sum())(x)
-        jax.grad(lambda x: experts(x, "capacity", mask=segments > 0).sum())(x)
-        jax.grad(loss)(x, segments)
+            trace(jax.grad(lambda q: attend(q, key, key, **options).sum()), query)
+        trace(jax.grad(lambda x: experts(x, "dropless", chunks=2).sum()), x)
+        trace(jax.grad(lambda x: experts(x, "capacity", mask=segments > 0).sum()), x)
+        trace(jax.grad(loss), x, segments)
 attend(query[:, :8], key, key, positions=jnp.arange(8)[None], kv_positions=jnp.arange(64)[None])
 cross_entropy(router, segments, segments > 0)
 

@@ -47,9 +47,8 @@ def test_step_overhead():
 
 
 def test_serving():
-    found = figures(
-        "serving.py", "--requests=2", "--rounds=1", "--layers=1", "--without-transformers"
-    )
+    sizes = ("--requests=2", "--rounds=1", "--layers=1", "--embed=64", "--vocab=256")
+    found = figures("serving.py", *sizes, "--without-transformers")
     assert found["tokens_per_second"] > 0
     assert 0 < found["host_share"] < 1
     assert (found["programs"], found["programs_later"]) == (2, 0)

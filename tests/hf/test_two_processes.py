@@ -78,7 +78,6 @@ def run_two(folder, out):
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), str(out), str(index), port],

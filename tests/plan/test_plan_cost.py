@@ -111,6 +111,7 @@ def test_published_runs(cases):
     assert fit_constants.percentile(sizes, 0.9) < 0.18
 
 
+@pytest.mark.docs
 def test_constants_are_what_calibration_gives(cases):
     start = committed()
     assert set(start) == set(PRIORS)
