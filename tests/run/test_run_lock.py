@@ -117,8 +117,9 @@ def test_never_two_at_once_though_the_file_comes_and_goes(tmp_path):
     inside, most, entered = [], [], []
 
     def enter():
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline:
+        start = time.monotonic()
+        # Longer than a second on a machine so busy that few have entered.
+        while time.monotonic() < start + (1 if len(entered) > 100 else 60):
             with contextlib.suppress(RunDirError), hold(tmp_path, pytest.fail):
                 inside.append(1)
                 most.append(len(inside))
