@@ -11,7 +11,7 @@ import pytest
 
 from published import read_file
 from shardlib.cost.layout import Layout, Software
-from shardlib.cost.transformer.memory import peak_memory
+from shardlib.cost.transformer.memory import layer_activations, peak_memory
 from shardlib.cost.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
 from shardlib.functional.precision import POLICIES
 from shardlib.hardware import parse_cluster
@@ -123,6 +123,16 @@ def test_small_heads_are_padded_on_tpus():
     assert kept["8x8xh100"][0] == kept["8x8xh100"][1] == kept["v5p-128"][0]
     tokens = 8192 * 32
     assert kept["v5p-128"][1] - kept["v5p-128"][0] == tokens * 2 * (32 + 2 * 8) * 128
+
+
+def test_a_single_layer_that_keeps_everything_keeps_what_its_products_read_and_give():
+    job = dataclasses.replace(JOB, remat=FULL, remat_layers=LLAMA.layers - 1)
+    layout, cluster, tokens = Layout(fsdp=64), parse_cluster("v5p-128"), 8192
+    everything, _ = layer_activations(JOB, layout)
+    memory = peak_memory(job, layout, cluster)
+    assert memory.activations == tokens * ((LLAMA.layers - 1) * 2 * LLAMA.embed + everything)
+    # The head is at the peak, and with its table the gate and up of that layer stay gathered.
+    assert memory.gathered == 2 * (LLAMA.vocab_weights + 1.5 * 2 * LLAMA.embed * LLAMA.mlp)
 
 
 def test_norms_of_queries_and_keys_keep_three_arrays_in_float32():

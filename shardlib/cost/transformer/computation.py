@@ -73,6 +73,11 @@ class Device:
         return self.layout.stage == 1 and self.job.remat != NONE and 0 < self.job.remat_share < 1
 
     @property
+    def last_alone(self) -> bool:
+        """Whether one layer keeps everything, after a loop of others. It is in no loop."""
+        return self.in_ranges and self.job.remat_layers == self.job.model.layers - 1
+
+    @property
     def slots(self) -> float:
         """Slots for layers on a stage relative to its mean number of layers: above 1 if a pipeline
         of shardlib pads stages that hold unequally many layers, during the step."""

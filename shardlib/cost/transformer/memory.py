@@ -81,7 +81,7 @@ def _through_the_step(
         "runtime": RUNTIME_BYTES[cluster.platform],
         "host": waiting * host + away,
     }
-    return base, waiting * kept
+    return base, waiting * (kept + others if device.last_alone else kept)
 
 
 def _published_phases(
@@ -118,18 +118,21 @@ def _activations(
     device: computation.Device, cluster: Cluster, *, dropout: bool
 ) -> tuple[float, float, float]:
     """Returns the bytes per token and layer, averaged over layers: of layers under the remat
-    policy, of the others, and on the host."""
+    policy, of the others, and on the host. A single other layer is in no loop, and its fusions
+    compute again what a loop would keep between two products."""
     job, layout, software = device.job, device.layout, device.software
     share = 0.0 if job.remat == NONE else job.remat_share
     padding = program_memory.padding(job, cluster) if software.keeps_traced else 1.0
     kept = host = others = 0.0
     if share > 0:
         kept, host = layer_activations(job, layout, software, dropout=dropout, padding=padding)
-    if share < 1 and software.keeps_traced:
+    if share < 1 and software.keeps_traced and not device.last_alone:
         others = program_memory.traced(device, cluster, dropout=dropout)
     elif share < 1:
         everything = dataclasses.replace(job, remat=NONE)
-        others, _ = layer_activations(everything, layout, software, dropout=dropout)
+        others, _ = layer_activations(
+            everything, layout, software, dropout=dropout, padding=padding
+        )
     return share * kept, (1 - share) * others, share * host
 
 

@@ -60,7 +60,7 @@ def phases(
         device: The job on one device.
         cluster: Cluster whose compiler builds the program.
         held: Weights of the device before `fsdp` shards them.
-        recomputing: Bytes that the layers that recompute keep.
+        recomputing: Bytes of activations that stay until the layers that recompute go backward.
     """
     gradients = _gradients(device, held)
     head, layers = _head(device, cluster, gradients), _layers(device, cluster, gradients)
@@ -68,6 +68,8 @@ def phases(
         return head, layers
     summed, handed_on, stacked = gradients
     last = dataclasses.replace(device, job=dataclasses.replace(device.job, remat=NONE))
+    if device.last_alone and cluster.platform == "tpu":
+        head["gathered"] += _gathered(device, cluster)
     share = 1 - device.job.remat_share
     whole = _layers(last, cluster, (summed, handed_on, share * stacked))
     return head, whole, {**layers, "activations": recomputing}
