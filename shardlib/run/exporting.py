@@ -10,6 +10,7 @@ from shardlib import hf
 from shardlib.batch_kinds import DataSpec
 from shardlib.data.images.fields import ImageFields
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, read_tokenizer
+from shardlib.errors import DataError
 from shardlib.finetune import merge, save_adapter
 from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
@@ -101,11 +102,7 @@ def _add_tokenizer(
     token that ends a text."""
     tokenizer.save(folder / "tokenizer.json")
     first = None if origin is None else Path(origin) / "tokenizer.json"
-    if (
-        first is not None
-        and first.is_file()
-        and read_tokenizer(first).fingerprint == tokenizer.fingerprint
-    ):
+    if first is not None and _is_of(first, tokenizer):
         for file in map(first.with_name, COPIED):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -115,3 +112,11 @@ def _add_tokenizer(
     if generates:
         ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+
+
+def _is_of(file: Path, tokenizer: JsonTokenizer) -> bool:
+    """Returns whether a file holds a tokenizer, with the same end of a text."""
+    try:
+        return file.is_file() and read_tokenizer(file).fingerprint == tokenizer.fingerprint
+    except DataError:  # The run has a token that its folder does not name, or another file.
+        return False

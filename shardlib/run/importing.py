@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 
@@ -50,9 +51,8 @@ def import_model(config: RunConfig, *, reads_data: bool = False, allow_bin: bool
     start_devices(config)
     own = dataclasses.replace(config.checkpoint, local=None, enabled=True)
     config = dataclasses.replace(config, checkpoint=own)
-    if not reads_data and config.optimizer == OptimizerConfig():
-        # Moments of a run that is not trained would only triple its checkpoint.
-        config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
+    if not reads_data:
+        config = _for_weights(config)
     run = resolve(config, jax.devices())
     scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
     source = open_source(config, "train") if reads_data else _no_data(config)
@@ -82,6 +82,20 @@ def _check(config: RunConfig, out: RunDirectory) -> None:
         raise ConfigError(
             "model.init_from names no folder to import.\n  Set it to a Hugging Face folder."
         )
+
+
+def _for_weights(config: RunConfig) -> RunConfig:
+    """Returns the config of a run that is not trained."""
+    if config.optimizer == OptimizerConfig():
+        # Moments would only triple the checkpoint.
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
+    longest = getattr(config.model, "max_positions", None)
+    length = getattr(config.data, "sequence_length", None)
+    if longest is None or length is None or length <= longest:
+        return config
+    # The default length is that of texts to train on, which may be too long for the model.
+    data: Any = config.data
+    return dataclasses.replace(config, data=dataclasses.replace(data, sequence_length=longest))
 
 
 def _no_data(config: RunConfig) -> NoData:

@@ -1,5 +1,6 @@
 """Published weights become runs, and runs begin from them, on the meshes of the configs."""
 
+import json
 import re
 import shutil
 
@@ -62,6 +63,32 @@ def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_
         exported = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
         assert exported == (folder / "model.safetensors").read_bytes()
     assert shardlib("generate", out, "--prompt", "the", "--length", 4)[0] == 0
+
+
+def test_a_model_of_fewer_positions_than_texts_to_train_on(shardlib, folder, tmp_path):
+    short = shutil.copytree(folder, tmp_path / "short")
+    config = (short / "config.json").read_text()
+    told = '"max_position_embeddings": 256'
+    assert told in config
+    (short / "config.json").write_text(config.replace(told, told.replace("256", "64")))
+    assert shardlib("import", short, "--out", tmp_path / "run") == (
+        0,
+        f"imported {short} to {tmp_path / 'run'}\n",
+        "",
+    )
+    assert shardlib("export", tmp_path / "run", "--out", tmp_path / "out")[0] == 0
+    exported = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert exported == (folder / "model.safetensors").read_bytes()
+
+
+def test_an_end_of_text_that_the_folder_does_not_name(shardlib, folder, tmp_path):
+    copy, out = shutil.copytree(folder, tmp_path / "copy"), tmp_path / "out"
+    text = (copy / "tokenizer.json").read_text()
+    (copy / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<stop>"))
+    words = ("--out", tmp_path / "run", "data.end_of_text='<stop>'")
+    assert shardlib("import", copy, *words)[0] == 0
+    assert shardlib("export", tmp_path / "run", "--out", out)[::2] == (0, "")
+    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "<stop>"
 
 
 def test_a_run_begins_from_a_folder_and_resumes_without_its_weights(folder, text, tmp_path):
