@@ -83,6 +83,7 @@ ROWS = (
     Row(_8B, "v5p-16", "fsdp=8", 128, microbatches=8),
     Row(_8B, "v5p-16", "fsdp=4,tensor=2", 16),
     Row(_8B, "v5p-16", "fsdp=4,tensor=2", 64, remat="dots", microbatches=8),
+    Row(_8B, "v5p-32", "fsdp=16", 32),
     Row(_8B, "8xh100", "fsdp=8", 16),
     Row(_8B, "8xh100", "fsdp=8", 16, remat="dots"),
     Row(_8B, "8xh100", "fsdp=8", 64, microbatches=8),

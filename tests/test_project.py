@@ -95,6 +95,9 @@ def test_kernels_of_a_slice_travel_in_two_hops(arguments, monkeypatch):
     assert "replica_groups={{0,2,4,6},{1,3,5,7}}" in str(program.as_text())
     found = program(*jax.device_put(arguments, places))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.STANDARD):
+        head = jax.grad(lambda x, head: jnp.sum(project(x, head, HEAD, 1)), argnums=(0, 1))
+        assert str(jax.make_jaxpr(head)(arguments[0], arguments[3])).count("dot_general[") == 3
 
 
 WIDE = (128, 64, 2048), (2048, 16, 128), (16, 128, 2048), (2048, 128256)

@@ -170,12 +170,11 @@ def _of_slice(
     at, rank = dim - num_inputs if swap else dim, len(spec)
 
     def on_device(first: jax.Array, second: jax.Array) -> jax.Array:
-        def sums(columns: jax.Array) -> jax.Array:
-            products = jax.lax.dot_general(first, columns, ((batch, batch), ((), ())))
-            return sum_to_parts(products, axis, at)
-
-        pieces = summed_columns(second.shape[-1], jax.lax.axis_size(axis))
-        return jnp.concatenate([sums(second[..., piece]) for piece in pieces], axis=-1)
+        # One product: for two, XLA would hold the gradient of the logits beside the logits.
+        products = jax.lax.dot_general(first, second, ((batch, batch), ((), ())))
+        pieces = summed_columns(products.shape[-1], jax.lax.axis_size(axis))
+        sums = [sum_to_parts(products[..., piece], axis, at) for piece in pieces]
+        return jnp.concatenate(sums, axis=-1)
 
     rows, parts = PartitionSpec(axis), PartitionSpec(*[None] * at, axis)
     found = manual(on_device, (axis,), (rows, rows), parts)(first, second)

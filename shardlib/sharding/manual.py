@@ -96,7 +96,7 @@ def summed_columns(size: int, chips: int) -> list[slice]:
     It is one array, unless a prime above 131 divides the registers of a row: of sums of such rows
     libtpu 0.0.42 makes all-reduces, for 128,256 columns over 16 chips of v5p and 64 of v5e, but not
     over 16 of v5e, and not for 128,000. Then the first array holds a multiple of 1,024 columns, and
-    the second the rest. Two arrays take more memory.
+    the second the rest.
     """
     if not _has_large_factor(size) or (chips < _MANY_CHIPS and _on_v5e()):
         return [slice(None)]
