@@ -170,7 +170,7 @@ def _of_slice(
     at, rank = dim - num_inputs if swap else dim, len(spec)
 
     def on_device(first: jax.Array, second: jax.Array) -> jax.Array:
-        # One product: for two, XLA would hold the gradient of the logits beside the logits.
+        # One product: for two, XLA would hold both the logits and their gradient.
         products = jax.lax.dot_general(first, second, ((batch, batch), ((), ())))
         pieces = summed_columns(products.shape[-1], jax.lax.axis_size(axis))
         sums = [sum_to_parts(products[..., piece], axis, at) for piece in pieces]
