@@ -11,6 +11,7 @@ import typer
 from shardlib.cli.arguments import AsJson, Mesh
 from shardlib.cli.engine_options import (
     SERVED_HELP,
+    Adapters,
     Cache,
     Chunk,
     Context,
@@ -49,6 +50,7 @@ def batch(
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
+    adapters: Adapters = None,
     mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +58,8 @@ def batch(
     from shardlib.serve import answer_batch
 
     engine, speaker = open_engine(
-        model, mesh=mesh, name=name, slots=slots, context=context, pages=pages, chunk=chunk,
-        deterministic=deterministic, weights=weights, cache=cache,
+        model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
+        chunk=chunk, deterministic=deterministic, weights=weights, cache=cache,
     )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:

@@ -6,6 +6,7 @@ import typer
 
 from shardlib.cli.arguments import warn
 from shardlib.cli.checkpoint import one_step
+from shardlib.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardlib.engine import Engine
@@ -45,11 +46,23 @@ Cache = Annotated[
     str | None,
     typer.Option(metavar="int8", help="Keys and values in 8 bits; default: as the model."),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter in the format of PEFT, which requests choose as a model. Repeatable.",
+    ),
+]
 
 
-def open_engine(model: str, **options: Any) -> "tuple[Engine, Speaker]":
+def open_engine(model: str, adapters: list[str] | None, **options: Any) -> "tuple[Engine, Speaker]":
     """Returns the engine of `RUN[@STEP]` or a folder, and the model as it answers."""
+    pairs = [one.partition("=") for one in adapters or ()]
+    if wrong := [one for one, pair in zip(adapters or (), pairs, strict=True) if not all(pair)]:
+        raise ConfigError(f"--adapter {' '.join(wrong)} has no name.\n  Write NAME=FOLDER.")
     from shardlib.serve.open_model import open_model
 
+    options["adapters"] = {name: folder for name, _, folder in pairs}
     directory, step = one_step(model, None)
     return open_model(directory, step=step, notify=warn, **options)

@@ -8,6 +8,7 @@ import typer
 from shardlib.cli.arguments import Mesh, warn
 from shardlib.cli.engine_options import (
     SERVED_HELP,
+    Adapters,
     Cache,
     Chunk,
     Context,
@@ -57,6 +58,7 @@ def serve(
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
+    adapters: Adapters = None,
     mesh: Mesh = None,
 ) -> None:
     """Serve the OpenAI API over HTTP.
@@ -76,8 +78,8 @@ def serve(
     store = FileStore(files) if files is not None else None
     bound = claim(host, port)
     engine, speaker = open_engine(
-        model, mesh=mesh, name=name, slots=slots, context=context, pages=pages, chunk=chunk,
-        deterministic=deterministic, weights=weights, cache=cache,
+        model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
+        chunk=chunk, deterministic=deterministic, weights=weights, cache=cache,
     )  # fmt: skip
     if host not in _LOCAL and not keys:
         warn(f"anyone who reaches {host} may ask: there are no API keys. Give --api-keys.")

@@ -1,6 +1,6 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import numpy as np
 
 from shardlib.engine.requests import Sampling
 from shardlib.engine.servable import Servable
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, did_you_mean
 from shardlib.registry import Decoding
 
 Prompt = str | Sequence[int]
@@ -66,6 +66,16 @@ def decoding_of(servable: Servable) -> Decoding:
     raise ModelError(
         f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
         "  Load a language model, such as Llama or GPT-2."
+    )
+
+
+def check_adapter(name: str | None, adapters: Collection[str]) -> None:
+    """Raises `ModelError` for an adapter that the engine does not have."""
+    if name is None or name in adapters:
+        return
+    have = f"one of: {', '.join(adapters)}" if adapters else "none: the engine has no adapters"
+    raise ModelError(
+        f"no adapter is called {name!r}.{did_you_mean(name, list(adapters))}\n  Use {have}."
     )
 
 

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
+    check_adapter,
     check_bits,
     check_exact,
     decoding_of,
@@ -70,6 +71,8 @@ class Engine:
             they are read; None for weights as they are.
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
             for the dtype of the model.
+        adapters: Models with low-rank adapters by name, as `sl.finetune.load_adapter` returns them.
+            A request chooses one by `Sampling.adapter`; all are computed for each row.
 
     Raises:
         ModelError: If the model is not a decoder that the engine runs, sizes do not fit, or
@@ -91,10 +94,11 @@ class Engine:
         deterministic: bool = False,
         weights: Bits | None = None,
         cache: Bits | None = None,
+        adapters: Mapping[str, Any] | None = None,
     ):
         check_bits(weights=weights, cache=cache)
-        decoding = decoding_of(servable)
-        self._weights = ServedWeights(servable.model, weights)
+        decoding, self._adapters = decoding_of(servable), dict(adapters or {})
+        self._weights = ServedWeights(servable.model, weights, self._adapters)
         model = self._weights.served(nnx.state(servable.model))
         params = nnx.state(model)
         sizes = self._sizes = engine_sizes(
@@ -123,14 +127,13 @@ class Engine:
             share_prefixes=prefix_cache,
         )
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
-        self._arranger = Arranger(sizes)
+        self._arranger = Arranger(sizes, tuple(self._adapters))
         if deterministic:
             check_exact(params)
         self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
         self._params = self._placed(params)
         self._state: DeviceState = self._programs.initial(self._params)
-        self._overlap = overlap
-        self._lock = threading.RLock()
+        self._overlap, self._lock = overlap, threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._counts = collections.Counter[str]()
@@ -189,6 +192,7 @@ class Engine:
             raise ModelError(
                 "stop texts need a tokenizer, and the model has none.\n  Give stop_tokens instead."
             )
+        check_adapter(sampling.adapter, self._adapters)
         ends = () if sampling.ignore_end else self._ends
         sequence = SequenceState(
             prompt=tokens,
@@ -197,6 +201,7 @@ class Engine:
             adjustment=self._adjustment(sampling),
             stops=frozenset((*sampling.stop_tokens, *ends)),
             priority=priority,
+            root=(sampling.adapter or "").encode(),
         )
         if timeout_seconds is not None and jax.process_count() > 1:
             raise ModelError(

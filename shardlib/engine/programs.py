@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib.engine.adapters import NO_ADAPTER, adapter_of_rows
 from shardlib.engine.by_rows import by_rows
 from shardlib.engine.embedding import embeddings
 from shardlib.engine.prompt_scores import prompt_scores
@@ -56,6 +57,8 @@ class StepArrays(NamedTuple):
     """The token after each row of a lane, where it is known: [groups, rows] int32."""
     wants_scores: np.ndarray
     """Whether any lane of a group wants the log probabilities of its targets: [groups] bool."""
+    adapters: np.ndarray | None
+    """The number of the adapter of each row, if the engine has any: [groups, rows] int32."""
     wants_embeddings: np.ndarray
     """Whether any lane of a group wants the embedding of its prompt: [groups] bool."""
 
@@ -135,7 +138,10 @@ class EnginePrograms:
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, arrays.tokens], axis=1)
-            x, pages = self._decoding.step(model, tokens, rows, state.pages, self._sizes.context)
+            with adapter_of_rows(arrays.adapters):
+                x, pages = self._decoding.step(
+                    model, tokens, rows, state.pages, self._sizes.context
+                )
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
             last = jnp.concatenate([slots, arrays.last_rows], axis=1)
             hidden = jnp.take_along_axis(x, last[..., None], axis=1)
@@ -193,10 +199,16 @@ def num_groups(scope: Scope | None, params: Any) -> int:
 
 
 class Arranger:
-    """Writes steps as arrays of given sizes."""
+    """Writes steps as arrays of given sizes.
 
-    def __init__(self, sizes: EngineSizes):
+    Args:
+        sizes: The sizes.
+        adapters: Names of adapters, in their order.
+    """
+
+    def __init__(self, sizes: EngineSizes, adapters: Sequence[str] = ()):
         self.sizes = sizes
+        self._numbers = {name: number for number, name in enumerate(adapters)}
 
     def arrays(
         self,
@@ -230,11 +242,13 @@ class Arranger:
         last_rows = np.zeros(drawn - slots, np.int32)
         lane_slots = np.full(drawn - slots, slots, np.int32)
         sampling: list[Sampling | None] = [None] * drawn
+        adapters = np.full(positions.shape, NO_ADAPTER, np.int32)
         for row in group.decodes:
             sampling[row.slot] = row.sequence.sampling
             tables[row.slot, : len(row.pages)] = row.pages
             positions[row.slot] = row.position
             pages[row.slot] = row.pages[row.position // page_size]
+            adapters[row.slot] = self._adapter(row.sequence)
         for number, lane in enumerate(group.lanes):
             lane_tables[number, : len(lane.pages)] = lane.pages
             first, size = number * width, len(lane.tokens)
@@ -243,6 +257,7 @@ class Arranger:
             after = lane.sequence.tokens(lane.start + 1, lane.start + size + 1)
             targets[slots + first : slots + first + len(after)] = after
             positions[slots + first : slots + first + size] = at
+            adapters[slots + first : slots + first + size] = self._adapter(lane.sequence)
             of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
             last_rows[number] = slots + first + size - 1
@@ -258,8 +273,12 @@ class Arranger:
             None,
             targets,
             np.asarray(any(lane.scores for lane in group.lanes)),
+            adapters if self._numbers else None,
             np.asarray(any(lane.sequence.sampling.embedding for lane in group.lanes)),
         )
+
+    def _adapter(self, sequence: SequenceState) -> int:
+        return self._numbers.get(sequence.sampling.adapter or "", NO_ADAPTER)
 
     def _added(
         self, step: EngineStep, added: Mapping[SequenceState, np.ndarray] | None, drawn: int

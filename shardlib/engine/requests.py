@@ -59,6 +59,8 @@ class Sampling:
     prompt_logprobs: bool = False
     """Whether the tokens of the prompt are returned with their log probabilities too. The whole
     prompt is then read, whatever the cache has of it."""
+    adapter: str | None = None
+    """The adapter of the engine that answers; None for the model without one."""
     embedding: bool = False
     """Whether the embedding of the prompt is returned; see `Completion.embedding`."""
     presence_penalty: float = 0.0

@@ -185,27 +185,27 @@ def _build(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [_model(service)]})
+        return JsonResponse(
+            {"object": "list", "data": [_model(service, one) for one in service.speaker.names]}
+        )
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != service.speaker.name:
-            raise ApiError(
-                404,
-                f"no model is called {name!r}.\n  Use {service.speaker.name!r}.",
-                "model_not_found",
-            )
-        return JsonResponse(_model(service))
+        names = service.speaker.names
+        if name not in names:
+            text = f"no model is called {name!r}.\n  Use {' or '.join(map(repr, names))}."
+            raise ApiError(404, text, "model_not_found")
+        return JsonResponse(_model(service, name))
 
-    @app.post(COMPLETIONS, **described(COMPLETIONS, service.speaker.name))
+    @app.post(COMPLETIONS, **described(COMPLETIONS, service.speaker.names))
     async def completions(request: Request) -> Response:
         return await service.answered(request, COMPLETIONS)
 
-    @app.post(CHAT, **described(CHAT, service.speaker.name))
+    @app.post(CHAT, **described(CHAT, service.speaker.names))
     async def chat_completions(request: Request) -> Response:
         return await service.answered(request, CHAT)
 
-    @app.post(EMBEDDINGS, **described(EMBEDDINGS, service.speaker.name))
+    @app.post(EMBEDDINGS, **described(EMBEDDINGS, service.speaker.names))
     async def embed(request: Request) -> Response:
         return await service.answered(request, EMBEDDINGS)
 
@@ -213,6 +213,6 @@ def _build(service: Service) -> FastAPI:
     return app
 
 
-def _model(service: Service) -> dict[str, Any]:
-    name, created = service.speaker.name, service.created
-    return {"id": name, "object": "model", "created": created, "owned_by": "shardlib"}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    facts = {"id": name, "object": "model", "created": service.created, "owned_by": "shardlib"}
+    return facts if name == service.speaker.name else facts | {"parent": service.speaker.name}

@@ -74,6 +74,8 @@ class Asked:
     """What a body asks for."""
 
     url: Url
+    model: str
+    """The name of the model, or of an adapter."""
     prompts: tuple[str | tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
     """Of the choices of each prompt."""
@@ -100,6 +102,13 @@ class Speaker:
     chat: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], Sequence[int]]
     """`chat(messages, tools)`: the tokens of messages, up to the answer. It raises `DataError`
     without a template."""
+    adapters: tuple[str, ...] = ()
+    """Adapters of the engine, each of which is a model to its clients."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return self.name, *self.adapters
 
 
 def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) -> Asked:
@@ -122,26 +131,29 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         raise BodyError(f"the body is {type(body).__name__}.\n  Give a JSON object.")
     _refuse_foreign(known, body)
     given = {name: value for name, value in body.items() if value is not None}
-    if (name := given.get("model", speaker.name)) != speaker.name:
+    given.setdefault("model", speaker.name)
+    if (name := given["model"]) not in speaker.names:
         raise BodyError(
-            f"no model is called {name!r}.{did_you_mean(name, [speaker.name])}\n"
-            f"  Use {speaker.name!r}, or leave model out.",
+            f"no model is called {name!r}.{did_you_mean(name, speaker.names)}\n"
+            f"  Use {' or '.join(map(repr, speaker.names))}, or leave model out.",
             status=404,
             code="model_not_found",
         )
+    adapter = None if name == speaker.name else name
     if known == EMBEDDINGS:
-        return _embeddings(given)
+        return _embeddings(given, adapter)
     streams, includes_usage = _streaming(given, may_stream)
     prompts = _prompts(given, "prompt") if known == COMPLETIONS else (_chat(given, speaker),)
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
     try:
-        samplings = tuple(_sampling(known, given, choice) for choice in range(choices))
+        samplings = tuple(_sampling(known, given, choice, adapter) for choice in range(choices))
     except ModelError as error:
         raise BodyError(str(error)) from None
     return Asked(
         known,
+        name,
         prompts,
         samplings,
         wants_logprobs=given.get("logprobs") is not None and given["logprobs"] is not False,
@@ -187,13 +199,21 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _embeddings(given: Mapping[str, Any]) -> Asked:
+def _embeddings(given: Mapping[str, Any], adapter: str | None) -> Asked:
     form = given.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise BodyError(f"encoding_format is {form!r}.\n  Give 'float' or 'base64'.")
-    sampling = Sampling(max_tokens=1, embedding=True)
+    sampling = Sampling(max_tokens=1, embedding=True, adapter=adapter)
     prompts, in_base64 = _prompts(given, "input"), form == "base64"
-    return Asked(EMBEDDINGS, prompts, (sampling,), False, drops_answer=True, in_base64=in_base64)
+    return Asked(
+        EMBEDDINGS,
+        given["model"],
+        prompts,
+        (sampling,),
+        False,
+        drops_answer=True,
+        in_base64=in_base64,
+    )
 
 
 def _prompts(given: Mapping[str, Any], name: str) -> tuple[str | tuple[int, ...], ...]:
@@ -254,7 +274,7 @@ def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
         raise BodyError(str(error)) from None
 
 
-def _sampling(url: Url, given: Mapping[str, Any], choice: int) -> Sampling:
+def _sampling(url: Url, given: Mapping[str, Any], choice: int, adapter: str | None) -> Sampling:
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = given.get("logprobs")
     if url == COMPLETIONS:
@@ -277,6 +297,7 @@ def _sampling(url: Url, given: Mapping[str, Any], choice: int) -> Sampling:
         frequency_penalty=given.get("frequency_penalty", 0.0),
         logit_bias=_bias(given.get("logit_bias", {})),
         grammar=_grammar(given.get("response_format", {"type": "text"})),
+        adapter=adapter,
         prompt_logprobs=given.get("echo", False) and logprobs is not None,
     )
 

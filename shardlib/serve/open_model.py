@@ -1,5 +1,6 @@
 """A run or a Hugging Face folder, opened to answer requests."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,11 @@ from flax import nnx
 from shardlib.engine import Engine
 from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
+from shardlib.finetune import load_adapter
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
 from shardlib.serve.bodies import Speaker
-from shardlib.sharding.constrain import Scope
+from shardlib.sharding.constrain import Scope, use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ def open_model(
     step: int | None = None,
     name: str | None = None,
     notify: Callable[[str], None] | None = None,
+    adapters: Mapping[str, str] | None = None,
     **options: Any,
 ) -> tuple[Engine, Speaker]:
     """Returns an engine for a run or a Hugging Face folder, and the model as it answers.
@@ -93,12 +96,13 @@ def open_model(
         step: The checkpoint of a run; default: the newest valid one of all places.
         name: The name of the model in requests; default: that of the directory.
         notify: Called with each skipped checkpoint; by default it is logged.
+        adapters: Folders of adapters in the format of PEFT, by their names in requests.
         options: Arguments of `Engine`.
 
     Raises:
         ConfigError: If the directory holds no run, or there are several processes.
-        CheckpointError: If the checkpoint or the folder cannot be read.
-        ModelError: If the engine does not run the model, or options do not fit.
+        CheckpointError: If the checkpoint, the folder or an adapter cannot be read.
+        ModelError: If the engine does not run the model or an adapter, or options do not fit.
     """
     opened = Opened(text_model(source, mesh=mesh, step=step, notify=notify))
     if jax.process_count() > 1:
@@ -106,6 +110,12 @@ def open_model(
             f"{jax.process_count()} processes would each answer the same requests.\n"
             "  Run the command as one process, or use sl.Engine in each of them."
         )
-    engine = Engine(opened, **options)
-    speaker = Speaker(name or Path(source).name, lambda ids: opened.decode(list(ids)), opened.chat)
+    name, folders = name or Path(source).name, adapters or {}
+    if name in folders:
+        raise ConfigError(f"the model and an adapter are called {name}.\n  Rename the adapter.")
+    scope = opened.scope
+    with contextlib.nullcontext() if scope is None else use(scope.mesh, scope.rules):
+        given = {one: load_adapter(opened.model, folder) for one, folder in folders.items()}
+    engine = Engine(opened, adapters=given, **options)
+    speaker = Speaker(name, lambda ids: opened.decode(list(ids)), opened.chat, tuple(folders))
     return engine, speaker

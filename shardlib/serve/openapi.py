@@ -1,5 +1,6 @@
 """Bodies of the API as schemas, made from the table of their fields."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, Url
@@ -57,19 +58,19 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """Responses that any route may give."""
 
 
-def described(url: Url, model: str) -> dict[str, Any]:
+def described(url: Url, models: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of a route that describe its body and its responses.
 
     Args:
         url: The path.
-        model: The name of the model.
+        models: The names of the models.
     """
     properties = {
         name: _NARROWER.get(name) or _property(kind) for name, kind in FIELDS[url].items()
     }
     schema = {
         "type": "object",
-        "properties": properties | {"model": {"enum": [model, None]}},
+        "properties": properties | {"model": {"enum": [*models, None]}},
         "required": [_NEEDED.get(url, "messages")],
         "additionalProperties": False,
     }

@@ -35,21 +35,19 @@ def response(
         created: Seconds since 1970.
     """
     if asked.url == EMBEDDINGS:
-        return _embeddings(asked, completions, speaker)
+        return _embeddings(asked, completions)
     is_chat = asked.url == CHAT
     return {
         "id": identity,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
-        "model": speaker.name,
+        "model": asked.model,
         "choices": [_choice(asked, index, one, speaker) for index, one in enumerate(completions)],
         "usage": usage(asked, completions),
     }
 
 
-def _embeddings(
-    asked: Asked, completions: Sequence[Completion], speaker: Speaker
-) -> dict[str, Any]:
+def _embeddings(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
     counts = usage(asked, completions)
     return {
         "object": "list",
@@ -57,7 +55,7 @@ def _embeddings(
             {"object": "embedding", "index": index, "embedding": _vector(asked, one)}
             for index, one in enumerate(completions)
         ],
-        "model": speaker.name,
+        "model": asked.model,
         "usage": {name: counts[name] for name in ("prompt_tokens", "total_tokens")},
     }
 
@@ -224,5 +222,5 @@ class Chunks:
             "id": self.identity,
             "object": "chat.completion.chunk" if is_chat else "text_completion",
             "created": self.created,
-            "model": self.speaker.name,
+            "model": self.asked.model,
         }

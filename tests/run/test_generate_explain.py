@@ -7,6 +7,7 @@ import os
 
 import jax
 import pytest
+from flax import nnx
 
 import shardlib as sl
 from shardlib import run
@@ -347,21 +348,35 @@ def test_the_engine_continues_a_run_as_generate_does(finished, lab):
 
 
 @pytest.mark.mesh
-def test_a_batch_is_answered_by_a_run(finished, lab, tmp_path):
+def test_a_batch_is_answered_by_a_run_and_its_adapters(finished, lab, tmp_path):
+    loaded = sl.load_run(str(finished.run_dir))
+    model = sl.finetune.lora(loaded.model, rngs=nnx.Rngs(0))
+    for _, factor in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        factor[...] = 0.5 * jax.random.normal(jax.random.key(0), factor.shape)
+    sl.finetune.save_adapter(model, tmp_path / "adapter")
+    merged = dataclasses.replace(loaded, model=sl.finetune.merge(model))
+    (expected,) = sl.Engine(merged, context=32).generate([list(b"the quick ")], max_tokens=8)
     # Token ids are taken as they are; before a text comes the end of another, as in training.
     body = {"prompt": list(b"the quick "), "max_tokens": 8, "temperature": 0.0}
-    rows = [{"custom_id": name, "url": "/v1/completions", "body": body} for name in "ab"]
+    bodies = {"a": body, "b": body, "c": body | {"model": "own"}}
+    rows = [{"custom_id": x, "url": "/v1/completions", "body": y} for x, y in bodies.items()]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["batch", source, "--model", finished.run_dir, "--out", out, "--context", "32"]
+    words += ["--adapter", f"own={tmp_path / 'adapter'}"]
     done = lab.shardlib(*words)
     assert done.returncode == 0, done.stderr
     assert "answer tokens" in done.stdout
     bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    (own,) = [one for one in bodies if one["model"] == "own"]
+    assert own["choices"][0]["text"] == expected.text
+    bodies.remove(own)
     assert len(bodies) == 2
     text = run.generate(str(finished.run_dir), "the quick ", length=8, temperature=0.0)
     for one in bodies:
         assert one["model"] == finished.run_dir.name
-        assert one["choices"][0]["text"] == text
+        assert one["choices"][0]["text"] == text != expected.text
     assert lab.shardlib(*words, "--json").returncode == 0
-    assert len(out.read_text().splitlines()) == 2
+    assert len(out.read_text().splitlines()) == 3
+    nameless = lab.shardlib(*words[:-1], str(tmp_path / "adapter"))
+    assert (nameless.returncode, "Write NAME=FOLDER" in nameless.stderr) == (2, True)

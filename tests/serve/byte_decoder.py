@@ -49,11 +49,11 @@ def new_engine(**options):
 
 
 @contextlib.contextmanager
-def serving(engine=None, *, queue=8, files=None, **options):
+def serving(engine=None, *, queue=8, files=None, speaker=SPEAKER, **options):
     """Yields a service and the address of its server, whose model may be slow to compile."""
     thread = EngineThread(engine or new_engine(), most_waiting=queue)
-    jobs = None if files is None else BatchJobs(FileStore(files), thread, SPEAKER)
-    service = Service(thread, SPEAKER, jobs=jobs, **options)
+    jobs = None if files is None else BatchJobs(FileStore(files), thread, speaker)
+    service = Service(thread, speaker, jobs=jobs, **options)
     config = uvicorn.Config(service.gate, port=0, lifespan="off", log_level="error", ws="none")
     server = uvicorn.Server(config)
     runner = threading.Thread(target=server.run)

@@ -5,6 +5,7 @@ import base64
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import random
@@ -12,13 +13,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
-from byte_decoder import Served, client, new_engine, serving, wait_until
+from byte_decoder import SPEAKER, Served, client, new_engine, serving, wait_until
+from flax import nnx
 
 from shardlib.engine import Engine
 from shardlib.errors import ConfigError
+from shardlib.finetune import lora
 from shardlib.serve.app import ServerLimits
 from shardlib.serve.gate import read_keys
 
@@ -139,6 +143,28 @@ def test_models(official):
     assert official.models.retrieve("tiny").owned_by == "shardlib"
     with pytest.raises(openai.NotFoundError, match="no model is called 'big'"):
         official.models.retrieve("big")
+
+
+def test_an_adapter_is_a_model_of_its_own():
+    adapted = lora(Served().model, rngs=nnx.Rngs(0))
+    for _, factor in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)):
+        factor[...] = jax.random.normal(jax.random.key(0), factor.shape)
+    engine = new_engine(adapters={"own": adapted})
+    (expected,) = engine.generate("one", max_tokens=12, adapter="own")
+    speaker = dataclasses.replace(SPEAKER, adapters=("own",))
+    with serving(engine, speaker=speaker) as (_, address), client(address) as http:
+        listed = http.get("/v1/models").json()["data"]
+        assert [(one["id"], one.get("parent")) for one in listed] == [
+            ("tiny", None),
+            ("own", "tiny"),
+        ]
+        greedy = {"prompt": "one", "max_tokens": 12, "temperature": 0}
+        bodies = [greedy | {"model": name} for name in ("own", "tiny")]
+        own, base = (http.post("/v1/completions", json=body).json() for body in bodies)
+        assert own["choices"][0]["text"] == expected.text != base["choices"][0]["text"]
+        assert (own["model"], base["model"]) == ("own", "tiny")
+        refused = http.post("/v1/completions", json={"prompt": "a", "model": "owm"})
+        assert (refused.status_code, "Did you mean 'own'" in refused.text) == (404, True)
 
 
 def test_bodies_that_cannot_be_answered(http):

@@ -1,0 +1,128 @@
+"""Low-rank adapters, of which each row of a step has one of its own or none.
+
+All adapters are computed for every row, and the results of others are dropped: with few adapters
+of small rank that is little beside the frozen projection, and rows need no order.
+
+Source: Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", for adapters by request.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlib.errors import ModelError
+from shardlib.finetune.lora import Adapted, adapters
+from shardlib.finetune.projections import axes_of, modules, num_dims, replace_module, variable
+
+NO_ADAPTER = -1
+"""The number of rows without an adapter."""
+_rows: contextvars.ContextVar[Any] = contextvars.ContextVar("rows", default=None)
+
+
+@contextlib.contextmanager
+def adapter_of_rows(numbers: jax.Array | np.ndarray | None) -> Iterator[None]:
+    """Gives each row of the calls inside its adapter: [groups, rows] int32, or `NO_ADAPTER`."""
+    token = _rows.set(numbers)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+class RowAdapted(nnx.Module):
+    """A projection with several adapters: `base(x) + (x @ lora_a[n]) @ lora_b[n]` of row n's.
+
+    Args:
+        base: The projection.
+        given: For each adapter its projection, or None if it leaves this one as it is.
+    """
+
+    def __init__(self, base: Any, given: list[Adapted | None]):
+        self.base = base
+        (self.num_inputs, num_outputs), names = num_dims(base), axes_of(base.kernel)
+        first = next(one for one in given if one is not None)
+        leading = first.lora_a.ndim - self.num_inputs - 1
+        rank = max(one.lora_a.shape[-1] for one in given if one is not None)
+
+        def stacked(name: str, dim: int, scaled: bool) -> jax.Array:
+            """Returns the factors of all adapters, beside each other after the leading dims."""
+            shape = list(getattr(first, name).shape)
+            shape[dim] = rank
+            parts = []
+            for one in given:
+                factor = jnp.zeros(shape) if one is None else getattr(one, name)[...]
+                factor = factor.astype(jnp.float32) * (one.scale if one and scaled else 1.0)
+                missing = [(0, n - m) for n, m in zip(shape, factor.shape, strict=True)]
+                parts.append(jnp.pad(factor, missing))
+            return jnp.stack(parts, axis=leading)
+
+        outer, inner = names[:leading], names[leading : len(names) - num_outputs]
+        outputs = names[len(names) - num_outputs :]
+        self.lora_a = variable(
+            nnx.LoRAParam, stacked("lora_a", -1, False), (*outer, None, *inner, None)
+        )
+        self.lora_b = variable(
+            nnx.LoRAParam, stacked("lora_b", leading, True), (*outer, None, None, *outputs)
+        )
+
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """Returns the outputs of `x` [groups, rows, inputs], in the dtype that `base` gives."""
+        y, numbers = self.base(x, *args, **options), _rows.get()
+        if numbers is None:
+            return y
+        x, first = x.astype(y.dtype), x.ndim - self.num_inputs
+        a, b = (factor[...].astype(x.dtype) for factor in (self.lora_a, self.lora_b))
+        inputs = tuple(range(first, x.ndim)), tuple(range(1, 1 + self.num_inputs))
+        low = jax.lax.dot_general(x, a, (inputs, ((), ())))
+        is_own = numbers[..., None] == jnp.arange(a.shape[0], dtype=jnp.int32)[None, None]
+        low = jnp.where(is_own[..., None], low, 0)
+        both = (low.ndim - 2, low.ndim - 1), (0, 1)
+        change = jax.lax.dot_general(low, b, (both, ((), ())))
+        # `base` may copy each entry of the first output dim.
+        copies = y.shape[first] // change.shape[first]
+        return y + (jnp.repeat(change, copies, axis=first) if copies > 1 else change)
+
+
+def with_adapters(model: nnx.Module, given: Mapping[str, Any]) -> Any:
+    """Returns a model whose rows may have adapters, numbered in the order of `given`.
+
+    Args:
+        model: The model that is served; its kernels may be quantized.
+        given: Models with adapters by name, as `lora` and `load_adapter` return them.
+
+    Raises:
+        ModelError: If a model has no adapters, or has some that rows cannot choose: of DoRA,
+            experts, or outside of layers; the message lists all of them.
+    """
+    found = {name: adapters(getattr(one, "model", one)) for name, one in given.items()}
+    faults = [fault for name, one in found.items() for fault in _faults(name, one, modules(model))]
+    if faults:
+        raise ModelError(
+            "\n".join(faults) + "\n  Merge such an adapter, and serve it as a model of its own."
+        )
+    model = nnx.merge(*nnx.split(model))
+    every = modules(model)
+    for path in sorted({path for one in found.values() for path in one}):
+        of_path = [one.get(path) for one in found.values()]
+        replace_module(model, path, RowAdapted(every[path], of_path))
+    return model
+
+
+def _faults(name: str, found: Mapping[str, Adapted], served: Mapping[str, Any]) -> list[str]:
+    if not found:
+        return [f"adapter {name!r} adapts nothing."]
+    faults = []
+    for path, one in found.items():
+        if path not in served:
+            faults.append(f"adapter {name!r} has {path}, and the model that is served has not.")
+        elif one.lora_magnitude is not None:
+            faults.append(f"adapter {name!r} has DoRA at {path}.")
+        elif "expert" in axes_of(one.base.kernel) or "layers" not in path:
+            faults.append(f"adapter {name!r} has {path}, which rows of a step do not reach alone.")
+    return faults
