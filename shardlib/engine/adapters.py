@@ -1,7 +1,7 @@
 """Low-rank adapters, of which each row of a step has one of its own or none.
 
-All adapters are computed for every row, and the results of others are dropped: with few adapters
-of small rank that is little beside the frozen projection, and rows need no order.
+All adapters are computed for every row, and the results of others are dropped. With few adapters of
+small rank that costs little compared with the frozen projection, and rows need no order.
 
 Source: Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", for adapters by request.
 """
@@ -51,7 +51,7 @@ class RowAdapted(nnx.Module):
         rank = max(one.lora_a.shape[-1] for one in given if one is not None)
 
         def stacked(name: str, dim: int, scaled: bool) -> jax.Array:
-            """Returns the factors of all adapters, beside each other after the leading dims."""
+            """Returns the factors of all adapters, in a dim of their own after the leading ones."""
             shape = list(getattr(first, name).shape)
             shape[dim] = rank
             parts = []
