@@ -148,5 +148,5 @@ def test_layers_that_do_not_divide():
         "  Use a number of layers that 8 divides, or other stages or chunks."
     ]
     faults = schedule_faults("1f1b", stages=4, microbatches=3, num_layers=3)
-    assert [fault.split()[:2] for fault in faults] == [["3", "microbatches"], ["3", "layers"]]
+    assert [fault.split()[:2] for fault in faults] == [["3", "microbatches"], ["4", "stages"]]
     assert not schedule_faults("interleaved", stages=4, microbatches=8, chunks=2, num_layers=13)
