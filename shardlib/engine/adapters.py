@@ -9,7 +9,7 @@ Source: Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", for adapters by r
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,40 +36,12 @@ def adapter_of_rows(numbers: jax.Array | np.ndarray | None) -> Iterator[None]:
 
 
 class RowAdapted(nnx.Module):
-    """A projection with several adapters: `base(x) + (x @ lora_a[n]) @ lora_b[n]` of row n's.
+    """A projection with several adapters: `base(x) + (x @ lora_a[n]) @ lora_b[n]` of row n's."""
 
-    Args:
-        base: The projection.
-        given: For each adapter its projection, or None if it leaves this one as it is.
-    """
-
-    def __init__(self, base: Any, given: list[Adapted | None]):
-        self.base = base
-        (self.num_inputs, num_outputs), names = num_dims(base), axes_of(base.kernel)
-        first = next(one for one in given if one is not None)
-        leading = first.lora_a.ndim - self.num_inputs - 1
-        rank = max(one.lora_a.shape[-1] for one in given if one is not None)
-
-        def stacked(name: str, dim: int, scaled: bool) -> jax.Array:
-            """Returns the factors of all adapters, in a dim of their own after the leading ones."""
-            shape = list(getattr(first, name).shape)
-            shape[dim] = rank
-            parts = []
-            for one in given:
-                factor = jnp.zeros(shape) if one is None else getattr(one, name)[...]
-                factor = factor.astype(jnp.float32) * (one.scale if one and scaled else 1.0)
-                missing = [(0, n - m) for n, m in zip(shape, factor.shape, strict=True)]
-                parts.append(jnp.pad(factor, missing))
-            return jnp.stack(parts, axis=leading)
-
-        outer, inner = names[:leading], names[leading : len(names) - num_outputs]
-        outputs = names[len(names) - num_outputs :]
-        self.lora_a = variable(
-            nnx.LoRAParam, stacked("lora_a", -1, False), (*outer, None, *inner, None)
-        )
-        self.lora_b = variable(
-            nnx.LoRAParam, stacked("lora_b", leading, True), (*outer, None, None, *outputs)
-        )
+    def __init__(self, base: Any, factors: "AdapterFactors"):
+        self.base, self.num_inputs = base, num_dims(base)[0]
+        self.lora_a = variable(nnx.LoRAParam, factors.a, factors.names[0])
+        self.lora_b = variable(nnx.LoRAParam, factors.b, factors.names[1])
 
     def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
         """Returns the outputs of `x` [groups, rows, inputs], in the dtype that `base` gives."""
@@ -89,12 +61,24 @@ class RowAdapted(nnx.Module):
         return y + (jnp.repeat(change, copies, axis=first) if copies > 1 else change)
 
 
-def with_adapters(model: nnx.Module, given: Mapping[str, Any]) -> Any:
-    """Returns a model whose rows may have adapters, numbered in the order of `given`.
+class AdapterFactors(NamedTuple):
+    """The factors of all adapters of one projection."""
+
+    a: jax.Array
+    """[*layers, adapters, *inputs, rank] float32."""
+    b: jax.Array
+    """[*layers, adapters, rank, *outputs] float32."""
+    names: tuple[tuple[Any, ...], tuple[Any, ...]]
+    """Logical axes of both."""
+
+
+def row_factors(model: nnx.Module, given: Mapping[str, Any]) -> dict[str, AdapterFactors]:
+    """Returns the factors of adapters by the path of their projection, and no other parameters.
 
     Args:
-        model: The model that is served; its kernels may be quantized.
-        given: Models with adapters by name, as `lora` and `load_adapter` return them.
+        model: The model that is served.
+        given: Models with adapters by name, as `lora` and `load_adapter` return them. Their order
+            numbers them.
 
     Raises:
         ModelError: If a model has no adapters, or has some that rows cannot choose: of DoRA,
@@ -106,12 +90,45 @@ def with_adapters(model: nnx.Module, given: Mapping[str, Any]) -> Any:
         raise ModelError(
             "\n".join(faults) + "\n  Merge such an adapter, and serve it as a model of its own."
         )
+    paths = sorted({path for one in found.values() for path in one})
+    return {path: _stacked([one.get(path) for one in found.values()]) for path in paths}
+
+
+def with_adapters(model: nnx.Module, factors: Mapping[str, AdapterFactors]) -> nnx.Module:
+    """Returns a model whose rows may have adapters; its kernels may be quantized."""
     model = nnx.merge(*nnx.split(model))
     every = modules(model)
-    for path in sorted({path for one in found.values() for path in one}):
-        of_path = [one.get(path) for one in found.values()]
-        replace_module(model, path, RowAdapted(every[path], of_path))
+    for path, one in factors.items():
+        replace_module(model, path, RowAdapted(every[path], one))
     return model
+
+
+def _stacked(given: list[Adapted | None]) -> AdapterFactors:
+    """Returns the factors of adapters, 0 where one leaves the projection as it is."""
+    some = [one for one in given if one is not None]
+    first, rank = some[0], max(one.lora_a.shape[-1] for one in some)
+    num_inputs, num_outputs = num_dims(first.base)
+    leading = first.lora_a.ndim - num_inputs - 1
+
+    def stacked(name: str, dim: int, scaled: bool) -> jax.Array:
+        shape = list(getattr(first, name).shape)
+        shape[dim] = rank
+        parts = []
+        for one in given:
+            factor = jnp.zeros(shape) if one is None else getattr(one, name)[...]
+            factor = factor.astype(jnp.float32) * (one.scale if one and scaled else 1.0)
+            missing = [(0, n - m) for n, m in zip(shape, factor.shape, strict=True)]
+            parts.append(jnp.pad(factor, missing))
+        return jnp.stack(parts, axis=leading)
+
+    names = axes_of(first.base.kernel)
+    outer, outputs = names[:leading], names[len(names) - num_outputs :]
+    inputs = names[leading : len(names) - num_outputs]
+    return AdapterFactors(
+        stacked("lora_a", -1, False),
+        stacked("lora_b", leading, True),
+        ((*outer, None, *inputs, None), (*outer, None, None, *outputs)),
+    )
 
 
 def _faults(name: str, found: Mapping[str, Adapted], served: Mapping[str, Any]) -> list[str]:

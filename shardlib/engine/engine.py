@@ -97,8 +97,8 @@ class Engine:
         adapters: Mapping[str, Any] | None = None,
     ):
         check_bits(weights=weights, cache=cache)
-        decoding, self._adapters = decoding_of(servable), dict(adapters or {})
-        self._weights = ServedWeights(servable.model, weights, self._adapters)
+        decoding, self._adapters = decoding_of(servable), tuple(adapters or ())
+        self._weights = ServedWeights(servable.model, weights, adapters or {})
         model = self._weights.served(nnx.state(servable.model))
         params = nnx.state(model)
         sizes = self._sizes = engine_sizes(
@@ -127,7 +127,7 @@ class Engine:
             share_prefixes=prefix_cache,
         )
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
-        self._arranger = Arranger(sizes, tuple(self._adapters))
+        self._arranger = Arranger(sizes, self._adapters)
         if deterministic:
             check_exact(params)
         self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)

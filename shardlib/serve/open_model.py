@@ -20,34 +20,15 @@ from shardlib.sharding.constrain import Scope, use
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A model that answers requests, as the engine takes it. It frames texts as it was trained."""
+class ServedTexts:
+    """How a model reads and writes texts: framed as it was trained. It holds no parameters, so that
+    those that the engine does not serve are freed."""
 
     text_model: TextModel
 
-    @property
-    def model(self) -> nnx.Module:
-        return self.text_model.model
-
-    @property
-    def config(self) -> Any:
-        return self.text_model.model.config  # type: ignore[attr-defined]
-
-    @property
-    def family(self) -> ModelFamily:
-        return self.text_model.family
-
-    @property
-    def tokenizer(self) -> "Opened":
-        return self
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        return (self.text_model.tokenizer.eot, *sorted(self.text_model.ends))
-
-    @property
-    def scope(self) -> Scope | None:
-        return self.text_model.scope
+    @classmethod
+    def of(cls, text_model: TextModel) -> "ServedTexts":
+        return cls(dataclasses.replace(text_model, model=nnx.Module()))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text with what stands around it."""
@@ -78,6 +59,34 @@ class Opened:
         return self.text_model.tokenizer.encode(text)
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model that answers requests, as the engine takes it."""
+
+    text_model: TextModel
+    tokenizer: ServedTexts
+
+    @property
+    def model(self) -> nnx.Module:
+        return self.text_model.model
+
+    @property
+    def config(self) -> Any:
+        return self.text_model.model.config  # type: ignore[attr-defined]
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.text_model.family
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return (self.text_model.tokenizer.eot, *sorted(self.text_model.ends))
+
+    @property
+    def scope(self) -> Scope | None:
+        return self.text_model.scope
+
+
 def open_model(
     source: str,
     *,
@@ -104,18 +113,30 @@ def open_model(
         CheckpointError: If the checkpoint, the folder or an adapter cannot be read.
         ModelError: If the engine does not run the model or an adapter, or options do not fit.
     """
-    opened = Opened(text_model(source, mesh=mesh, step=step, notify=notify))
+    name, folders = name or Path(source).name, adapters or {}
+    _check_adapters(name, folders)
+    read = text_model(source, mesh=mesh, step=step, notify=notify)
+    texts = ServedTexts.of(read)
+    opened = Opened(read, texts)
     if jax.process_count() > 1:
         raise ConfigError(
             f"{jax.process_count()} processes would each answer the same requests.\n"
             "  Run the command as one process, or use sl.Engine in each of them."
         )
-    name, folders = name or Path(source).name, adapters or {}
-    if name in folders:
-        raise ConfigError(f"the model and an adapter are called {name}.\n  Rename the adapter.")
     scope = opened.scope
     with contextlib.nullcontext() if scope is None else use(scope.mesh, scope.rules):
         given = {one: load_adapter(opened.model, folder) for one, folder in folders.items()}
     engine = Engine(opened, adapters=given, **options)
-    speaker = Speaker(name, lambda ids: opened.decode(list(ids)), opened.chat, tuple(folders))
-    return engine, speaker
+    return engine, Speaker(name, lambda ids: texts.decode(list(ids)), texts.chat, tuple(folders))
+
+
+def _check_adapters(name: str, folders: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for adapters that cannot be read or named."""
+    if name in folders:
+        raise ConfigError(f"the model and an adapter are called {name}.\n  Rename the adapter.")
+    missing = [one for one in folders.values() if not (Path(one) / "adapter_config.json").exists()]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} has no adapter_config.json.\n"
+            "  Give a folder that save_pretrained of PEFT or sl.finetune.save_adapter wrote."
+        )

@@ -1,6 +1,8 @@
 """Several adapters at once: each request answers as its merged model alone."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import numpy as np
@@ -82,3 +84,16 @@ def test_adapters_that_no_row_can_choose(served, models):
         engine.generate(PROMPT, adapter="tow")
     with pytest.raises(ModelError, match="none: the engine has no adapters"):
         Engine(served, slots=2, context=64).submit(PROMPT, adapter="one")
+
+
+def test_parameters_that_are_not_served_are_freed():
+    base = made()
+    kernel = weakref.ref(base.model.layers.mlp.up.kernel.get_value())
+    assert kernel() is not None
+    engine = Engine(
+        base, slots=2, context=64, weights="int8", adapters={"a": adapted(base.model, 1)}
+    )
+    del base
+    gc.collect()
+    assert kernel() is None
+    engine.generate(PROMPT, max_tokens=2, adapter="a")
