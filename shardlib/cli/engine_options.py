@@ -60,7 +60,13 @@ def open_engine(model: str, adapters: list[str] | None, **options: Any) -> "tupl
     """Returns the engine of `RUN[@STEP]` or a folder, and the model as it answers."""
     pairs = [one.partition("=") for one in adapters or ()]
     if wrong := [one for one, pair in zip(adapters or (), pairs, strict=True) if not all(pair)]:
-        raise ConfigError(f"--adapter {' '.join(wrong)} has no name.\n  Write NAME=FOLDER.")
+        raise ConfigError(
+            f"--adapter {' '.join(wrong)} lacks a name or a folder.\n  Write NAME=FOLDER."
+        )
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError(
+            f"--adapter {' '.join(adapters or ())} gives a name twice.\n  Rename one of them."
+        )
     from shardlib.serve.open_model import open_model
 
     options["adapters"] = {name: folder for name, _, folder in pairs}

@@ -1,7 +1,8 @@
 """Inference of decoders: many prompts at once, with bits that do not depend on other requests.
 
-`page_pool` and `schedule` decide what a step works on, `programs` compiles it, `sampling` draws its
-tokens, after `adjustment` and `grammars`, and `engine` runs it.
+`page_pool` and `scheduler` decide what a step works on, `programs` compiles it for the model of
+`weights` and `adapters`, `sampling` draws its tokens, after `adjustment` and `grammars`, and
+`engine` runs it.
 """
 
 from shardlib.engine.answering import EngineStats as EngineStats

@@ -81,14 +81,16 @@ def row_factors(model: nnx.Module, given: Mapping[str, Any]) -> dict[str, Adapte
             numbers them.
 
     Raises:
-        ModelError: If a model has no adapters, or has some that rows cannot choose: of DoRA,
-            experts, or outside of layers; the message lists all of them.
+        ModelError: If a model has no adapters, or has some that rows cannot choose (of DoRA,
+            experts, or outside of layers), of other shapes, or with numbers that are not finite;
+            the message lists all of them.
     """
     found = {name: adapters(getattr(one, "model", one)) for name, one in given.items()}
     faults = [fault for name, one in found.items() for fault in _faults(name, one, modules(model))]
     if faults:
         raise ModelError(
-            "\n".join(faults) + "\n  Merge such an adapter, and serve it as a model of its own."
+            "\n".join(faults) + "\n  Leave such an adapter out; one of DoRA or of experts can be "
+            "merged, and served as a model of its own."
         )
     paths = sorted({path for one in found.values() for path in one})
     return {path: _stacked([one.get(path) for one in found.values()]) for path in paths}
@@ -132,14 +134,22 @@ def _stacked(given: list[Adapted | None]) -> AdapterFactors:
 
 
 def _faults(name: str, found: Mapping[str, Adapted], served: Mapping[str, Any]) -> list[str]:
+    if not (isinstance(name, str) and name):
+        return [f"adapter {name!r} has no name."]
     if not found:
         return [f"adapter {name!r} adapts nothing."]
     faults = []
     for path, one in found.items():
+        shape, own = (x and tuple(x.kernel.shape) for x in (one.base, served.get(path)))
         if path not in served:
             faults.append(f"adapter {name!r} has {path}, and the model that is served has not.")
         elif one.lora_magnitude is not None:
             faults.append(f"adapter {name!r} has DoRA at {path}.")
         elif "expert" in axes_of(one.base.kernel) or "layers" not in path:
             faults.append(f"adapter {name!r} has {path}, which rows of a step do not reach alone.")
+        elif shape != own:
+            faults.append(f"adapter {name!r} is for {path} of {shape}, and the model has {own}.")
+        elif not all(bool(jnp.isfinite(x[...]).all()) for x in (one.lora_a, one.lora_b)):
+            # It would answer the requests of others too: 0 * inf is NaN.
+            faults.append(f"adapter {name!r} has numbers at {path} that are not finite.")
     return faults

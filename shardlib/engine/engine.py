@@ -317,16 +317,25 @@ class Engine:
                 self.cancel(request)
         return [request.answer() for request in requests]
 
-    def embed(self, prompts: Prompt | Iterable[Prompt]) -> np.ndarray:
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], *, adapter: str | None = None
+    ) -> np.ndarray:
         """Returns the embeddings of prompts: [prompts, features] float32, each of length 1.
 
         It is what the head reads of the last token, as for models that are trained to embed texts.
-        Arguments and errors are as in `generate`.
+
+        Args:
+            prompts: Texts or lists of token ids, or one of them, each shorter than the context.
+            adapter: The adapter; None for the model without one.
+
+        Raises:
+            ModelError: If there are no prompts, or one cannot be read.
         """
-        answers = self.generate(prompts, Sampling(max_tokens=1, embedding=True))
-        if not answers:
+        sampling = Sampling(max_tokens=1, embedding=True, adapter=adapter)
+        vectors = [one.embedding for one in self.generate(prompts, sampling)]
+        if not vectors:
             raise ModelError("there are no prompts to embed.\n  Give one or more.")
-        return np.stack([one.embedding for one in answers if one.embedding is not None])
+        return np.asarray(vectors)
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Any
@@ -459,7 +468,7 @@ class Engine:
             return
         scored = _token(drawn, row, token, sequence.sampling)
         request.tokens.append(dataclasses.replace(scored, version=version))
-        self._counts["answer"] += 1
+        self._counts["answer"] += not sequence.sampling.embedding
         if is_stopped:
             self.scheduler.end(sequence)
             self._finish(request, "stop")

@@ -278,7 +278,8 @@ class Arranger:
         )
 
     def _adapter(self, sequence: SequenceState) -> int:
-        return self._numbers.get(sequence.sampling.adapter or "", NO_ADAPTER)
+        name = sequence.sampling.adapter
+        return NO_ADAPTER if name is None else self._numbers[name]
 
     def _added(
         self, step: EngineStep, added: Mapping[SequenceState, np.ndarray] | None, drawn: int

@@ -103,6 +103,9 @@ class Sampling:
             f"stop_tokens={self.stop_tokens}, which must be integers": all(
                 isinstance(one, Integral) for one in self.stop_tokens
             ),
+            f"adapter={self.adapter!r}, which must be a name": (
+                self.adapter is None or isinstance(self.adapter, str)
+            ),
             f"logprobs={self.logprobs}, which must be an integer from 0 to {MOST_LOGPROBS}": (
                 self.logprobs is None or _within(self.logprobs, 0, MOST_LOGPROBS)
             ),
@@ -160,7 +163,7 @@ class Completion:
     prompt_tokens: tuple[Token, ...] = ()
     """The tokens of the prompt but the first, if the request wants their log probabilities."""
 
-    embedding: np.ndarray | None = None
+    embedding: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """What the head reads of the last token of the prompt, divided by its length: [features]
     float32, if the request wants it."""
 

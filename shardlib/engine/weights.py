@@ -8,6 +8,7 @@ from flax import nnx
 
 from shardlib.engine.adapters import row_factors, with_adapters
 from shardlib.engine.arguments import check_same
+from shardlib.finetune.lora import merge
 from shardlib.finetune.quantized import quantize
 
 Bits = Literal["int8"]
@@ -29,7 +30,7 @@ class ServedWeights:
     def __init__(self, model: nnx.Module, bits: Bits | None, adapters: Mapping[str, Any]):
         self._graphdef = nnx.graphdef(model)
         self._bits: Bits | None = bits
-        self._factors = row_factors(model, adapters)
+        self._factors = row_factors(merge(model), adapters) if adapters else {}
         self._shapes = jax.eval_shape(lambda: nnx.state(model))
 
     def served(self, params: Any) -> nnx.Module:
@@ -42,5 +43,8 @@ class ServedWeights:
         check_same(self._shapes, params)
         model = nnx.merge(self._graphdef, params)
         model.eval()  # Without dropout, whatever the mode that it was given in.
+        if self._bits is not None or self._factors:
+            # Adapters that a run has trained hide the kernels below them.
+            model = merge(model)
         model = model if self._bits is None else quantize(model, self._bits, keep_dtype=True)
         return with_adapters(model, self._factors) if self._factors else model

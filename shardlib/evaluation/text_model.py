@@ -65,6 +65,8 @@ class TextModel:
     """Tokens that end what the model writes, besides the tokenizer's end of a text."""
     template: Callable[[], ChatTemplate] | None = None
     """Reads the chat template; None without one."""
+    architecture: str | None = None
+    """The name that its folder of Hugging Face gives its architecture."""
     batch: int = 32
     """Most rows of a compiled program; rounded up to what the mesh divides."""
 

@@ -154,6 +154,7 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
         first if isinstance(first, int) else tokenizer.eot,
         framing="file",
         ends=ends,
+        architecture=next(iter(said.get("architectures") or ()), None),
         template=functools.partial(find_template, folder, None),
     )
 

@@ -175,7 +175,7 @@ class _Work:
             except ModelError as error:
                 self._refuse(name, requests, error)
                 continue
-            self._count(completions)
+            self._count(asked, completions)
             body = response(
                 asked, completions, self.speaker, identity=f"cmpl-{name}", created=int(time.time())
             )
@@ -189,11 +189,11 @@ class _Work:
         status = error.status if isinstance(error, BodyError) else 400
         self._write(name, status, {"error": {"message": str(error), "code": status}})
 
-    def _count(self, completions: list[Completion]) -> None:
+    def _count(self, asked: Asked, completions: list[Completion]) -> None:
         for one in completions:
             self.card.prompt_tokens += len(one.prompt)
             self.card.cached_tokens += one.cached_tokens
-            self.card.answer_tokens += len(one.tokens)
+            self.card.answer_tokens += 0 if asked.drops_answer else len(one.tokens)
 
     def _write(self, name: str, status: int, body: dict[str, Any]) -> None:
         row = {

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from shardlib.serve.batch_jobs import BatchJobs
-from shardlib.serve.bodies import CHAT, COMPLETIONS
+from shardlib.serve.bodies import FIELDS
 from shardlib.serve.gate import read_json, too_large
 from shardlib.serve.http_errors import ApiError, JsonResponse
 from shardlib.serve.openapi import RESPONSES
@@ -103,10 +103,9 @@ def _add_batches(app: FastAPI, kept: Any, found: Any) -> None:
         if not isinstance(body, Mapping) or (foreign := sorted(set(body) - _BATCH_FIELDS)):
             wrong = ", ".join(map(repr, foreign)) if isinstance(body, Mapping) else "no object"
             raise ApiError(400, f"a batch has no field {wrong}.\n  Leave it out.")
-        if body.get("endpoint") not in (COMPLETIONS, CHAT):
-            raise ApiError(
-                400, f"endpoint is {body.get('endpoint')!r}.\n  Use {COMPLETIONS} or {CHAT}."
-            )
+        if body.get("endpoint") not in FIELDS:
+            text = f"endpoint is {body.get('endpoint')!r}.\n  Use {', '.join(FIELDS)}."
+            raise ApiError(400, text)
         file = found(str(body.get("input_file_id")), "file")
         metadata = body.get("metadata")
         if metadata is not None and not isinstance(metadata, Mapping):

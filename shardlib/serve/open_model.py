@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from shardlib.engine import Engine
+from shardlib.engine.arguments import check_bits
 from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
 from shardlib.finetune import load_adapter
@@ -115,6 +116,7 @@ def open_model(
     """
     name, folders = name or Path(source).name, adapters or {}
     _check_adapters(name, folders)
+    check_bits(weights=options.get("weights"), cache=options.get("cache"))
     read = text_model(source, mesh=mesh, step=step, notify=notify)
     texts = ServedTexts.of(read)
     opened = Opened(read, texts)
@@ -125,7 +127,10 @@ def open_model(
         )
     scope = opened.scope
     with contextlib.nullcontext() if scope is None else use(scope.mesh, scope.rules):
-        given = {one: load_adapter(opened.model, folder) for one, folder in folders.items()}
+        given = {
+            one: load_adapter(read.model, folder, architecture=read.architecture)
+            for one, folder in folders.items()
+        }
     engine = Engine(opened, adapters=given, **options)
     return engine, Speaker(name, lambda ids: texts.decode(list(ids)), texts.chat, tuple(folders))
 

@@ -21,7 +21,14 @@ _MESSAGE = {
     "properties": {"role": {"type": "string"}, "content": {"type": ["string", "null"]}},
     "required": ["role", "content"],
 }
-_PROMPT = {"anyOf": [{"type": "string", "minLength": 1}, _TOKENS, _TEXTS]}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKENS,
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {"type": "array", "items": _TOKENS, "minItems": 1},
+    ]
+}
 _NARROWER: dict[str, dict[str, Any]] = {
     "prompt": _PROMPT,
     "input": _PROMPT,

@@ -53,10 +53,14 @@ def claim(host: str, port: int) -> socket.socket:
     except OSError as error:
         if bound is not None:
             bound.close()
-        raise ConfigError(
-            f"{host}:{port} cannot be used: {error.strerror}.\n  Give another --host or --port."
-        ) from None
+        raise _unusable(f"{host}:{port}", error) from None
     return bound
+
+
+def _unusable(address: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{address} cannot be used: {error.strerror}.\n  Give another --host or --port."
+    )
 
 
 def run(service: Service, bound: socket.socket, started: Callable[[str], None]) -> int:
@@ -69,6 +73,9 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
         service: What answers.
         bound: A bound socket.
         started: Called with the address once it takes connections.
+
+    Raises:
+        ConfigError: If another process listens at the address.
     """
     config = uvicorn.Config(
         service.gate,
@@ -80,15 +87,19 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
     server = _Server(config, service)
-    service.start()
-    # Before the address is printed, so that nobody who reads it is refused.
-    bound.listen(config.backlog)
     host, port = bound.getsockname()[:2]
-    started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    try:
-        with contextlib.closing(bound):
+    address = f"{f'[{host}]' if ':' in host else host}:{port}"
+    with contextlib.closing(bound):
+        try:
+            # Before the address is printed, so that nobody who reads it is refused.
+            bound.listen(config.backlog)
+        except OSError as error:  # Another server was quicker.
+            raise _unusable(address, error) from None
+        service.start()
+        started(f"http://{address}")
+        try:
             server.run([bound])
-    finally:
-        service.stop()
+        finally:
+            service.stop()
     is_forced = len(server.signals) > 1
     return 128 + signal.Signals(server.signals[-1]).value if is_forced else 0

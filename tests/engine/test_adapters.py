@@ -5,6 +5,7 @@ import gc
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -47,43 +48,79 @@ def check_equal(found, expected):
     np.testing.assert_allclose(*scores, atol=2e-5)
 
 
+@pytest.mark.mesh
 def test_each_request_has_its_own_adapter(served, models):
     engine = Engine(served, slots=4, context=64, chunk=32, adapters=models, deterministic=True)
+    merged = {None: served.model} | {name: merge(model) for name, model in models.items()}
+    expected = {
+        name: Engine(dataclasses.replace(served, model=model), slots=1, context=64, chunk=32)
+        for name, model in merged.items()
+    }
+    expected = {name: one.generate(PROMPT, **ASKED)[0] for name, one in expected.items()}
+    assert len({tuple(one.ids) for one in expected.values()}) == 3
     names = ["one", None, "two", "one", "two", None]
     # The second time the prompts are in the cache, each under its adapter.
     for _ in range(2):
         found = dict(zip(names, answers(engine, names), strict=True))
         for name, one in found.items():
-            model = served.model if name is None else merge(models[name])
-            alone = Engine(dataclasses.replace(served, model=model), slots=4, context=64)
-            check_equal(one, alone.generate(PROMPT, **ASKED)[0])
-    assert len({tuple(one.ids) for one in found.values()}) == 3
+            check_equal(one, expected[name])
     (alone,) = answers(engine, ["two"])
     assert alone.tokens == found["two"].tokens
     assert found["two"].cached_tokens == 16
+    one, two = (engine.embed(PROMPT, adapter=name) for name in ("one", None))
+    assert np.abs(one - two).max() > 1e-3
 
 
+@pytest.mark.mesh
 def test_adapters_of_a_mesh_and_of_weights_in_8_bits(served, models):
     names = ["one", "two", None]
-    small = answers(Engine(served, slots=4, context=64, adapters=models, weights="int8"), names)
+    options = {"slots": 4, "context": 64, "chunk": 32, "weights": "int8", "cache": "int8"}
+    small = answers(Engine(served, adapters=models, **options), names)
     mesh = sl.make_mesh("data=2,tensor=2", devices=jax.devices()[:4])
     with sl.use(mesh, sl.rules.SERVE) as scope:
-        engine = Engine(made(scope), slots=4, context=64, adapters=models, weights="int8")
+        engine = Engine(made(scope), adapters=models, **options)
         for found, expected in zip(answers(engine, names), small, strict=True):
             check_equal(found, expected)
+    count = engine.stats().num_compiled
     engine.update(nnx.state(served.model), version=2)
     check_equal(answers(engine, ["two"])[0], small[1])
+    assert engine.stats().num_compiled == count
 
 
+@pytest.mark.mesh
 def test_adapters_that_no_row_can_choose(served, models):
     dora = adapted(served.model, 3, dora=True)
-    with pytest.raises(ModelError, match=r"'a' has DoRA at layers/attention(.|\n)*'b' adapts no"):
-        Engine(served, adapters={"a": dora, "b": served.model})
+    wide = adapted(made(head_dim=32).model, 1)
+    wild = adapted(served.model, 1)
+    wild.layers.attention.key.lora_b[...] = jnp.inf
+    given = {"a": dora, "b": served.model, "c": wide, "d": wild, "": models["one"]}
+    with pytest.raises(ModelError) as raised:
+        Engine(served, adapters=given)
+    for text in (
+        "'a' has DoRA at layers/attention/key",
+        "'b' adapts nothing",
+        "'c' is for layers/attention/key of (2, 64, 2, 32), and the model has (2, 64, 2, 16)",
+        "'d' has numbers at layers/attention/key that are not finite",
+        "'' has no name",
+    ):
+        assert text in str(raised.value)
     engine = Engine(served, slots=2, context=64, adapters=models)
     with pytest.raises(ModelError, match=r"no adapter is called 'tow'\. Did you mean 'two'"):
         engine.generate(PROMPT, adapter="tow")
-    with pytest.raises(ModelError, match="none: the engine has no adapters"):
-        Engine(served, slots=2, context=64).submit(PROMPT, adapter="one")
+    with pytest.raises(ModelError, match="adapter=3, which must be a name"):
+        engine.generate(PROMPT, adapter=3)
+
+
+@pytest.mark.mesh
+def test_a_model_that_has_adapters_is_merged_first(served, models):
+    """As a run that trained adapters is restored."""
+    held = dataclasses.replace(served, model=models["one"])
+    engine = Engine(
+        held, slots=2, context=64, chunk=32, weights="int8", adapters={"two": models["two"]}
+    )
+    kernel = engine._params.layers.attention.key.kernel
+    assert kernel["values"].get_value().dtype == jnp.int8
+    assert answers(engine, ["two"])[0].ids != answers(engine, [None])[0].ids
 
 
 def test_parameters_that_are_not_served_are_freed():

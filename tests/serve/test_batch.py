@@ -27,6 +27,7 @@ ROWS += [
         "/v1/chat/completions",
     ),
     row("many", {"prompt": ["a", [98, 99]], "n": 2, "seed": 3, "logprobs": 2, "max_tokens": 3}),
+    row("vector", {"input": "one"}, "/v1/embeddings"),
     row("foreign", {"prompt": "a", "temprature": 0.5}),
     row("long", {"prompt": "a" * 200}),
 ]
@@ -47,7 +48,7 @@ def responses(path):
 def whole(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     card = answer_batch(written(folder / "in.jsonl"), folder / "out.jsonl", engine, SPEAKER)
-    assert (card.rows, card.answered, card.refused) == (16, 16, 2)
+    assert (card.rows, card.answered, card.refused) == (17, 17, 2)
     return responses(folder / "out.jsonl")
 
 
@@ -71,6 +72,8 @@ def test_responses_have_the_format_of_openai(whole, engine):
     message = whole["chat"]["body"]["choices"][0]["message"]
     assert message["role"] == "assistant"
     assert whole["chat"]["body"]["object"] == "chat.completion"
+    (vector,) = whole["vector"]["body"]["data"]
+    assert vector["embedding"] == pytest.approx(engine.embed("one")[0].tolist(), abs=1e-6)
 
 
 def test_rows_that_cannot_be_answered_say_why(whole):
@@ -101,7 +104,7 @@ def test_a_batch_goes_on_where_it_stopped(engine, whole, tmp_path):
     out.write_bytes(lines + b'{"id": "batch_req_r9", "custom_')
     before = len(lines.splitlines())
     card = answer_batch(source, out, engine, SPEAKER)
-    assert card.answered == 16 - before
+    assert card.answered == 17 - before
     assert out.read_bytes().startswith(lines)
     assert responses(out).keys() == whole.keys()
     assert answer_batch(source, out, engine, SPEAKER).answered == 0
@@ -139,8 +142,8 @@ def test_a_full_disk_loses_no_response(engine, whole, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert engine.stats().num_running == 0
     before = out.read_bytes().count(b"\n")
-    assert 0 < before < 16
-    assert answer_batch(source, out, engine, SPEAKER).answered == 16 - before
+    assert 0 < before < 17
+    assert answer_batch(source, out, engine, SPEAKER).answered == 17 - before
     assert responses(out).keys() == whole.keys()
 
 

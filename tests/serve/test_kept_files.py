@@ -38,11 +38,9 @@ def ended(one, batch):
     return one.batches.retrieve(batch.id)
 
 
-def batched(one, rows):
+def batched(one, rows, endpoint="/v1/completions"):
     file = one.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
-    return one.batches.create(
-        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-    )
+    return one.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
 
 
 @pytest.mark.process
@@ -83,6 +81,8 @@ def test_batches_that_end_otherwise(tmp_path):
         failed = ended(one, batched(one, other))
         assert failed.status == "failed"
         assert "'r1' has the url" in failed.errors.data[0].message
+        vector = {"custom_id": "v", "url": "/v1/embeddings", "body": {"input": "one"}}
+        assert ended(one, batched(one, [vector], "/v1/embeddings")).status == "completed"
         batch = batched(one, ROWS)
         one.batches.cancel(batch.id)
         cancelled = ended(one, batch)

@@ -149,7 +149,7 @@ def test_an_adapter_is_a_model_of_its_own():
     adapted = lora(Served().model, rngs=nnx.Rngs(0))
     for _, factor in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)):
         factor[...] = jax.random.normal(jax.random.key(0), factor.shape)
-    engine = new_engine(adapters={"own": adapted})
+    engine = new_engine(adapters={"own": adapted}, slots=2, context=64, chunk=32)
     (expected,) = engine.generate("one", max_tokens=12, adapter="own")
     speaker = dataclasses.replace(SPEAKER, adapters=("own",))
     with serving(engine, speaker=speaker) as (_, address), client(address) as http:
