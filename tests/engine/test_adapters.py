@@ -123,6 +123,7 @@ def test_a_model_that_has_adapters_is_merged_first(served, models):
     assert answers(engine, ["two"])[0].ids != answers(engine, [None])[0].ids
 
 
+@pytest.mark.mesh
 def test_parameters_that_are_not_served_are_freed():
     base = made()
     kernel = weakref.ref(base.model.layers.mlp.up.kernel.get_value())

@@ -63,7 +63,7 @@ def expected(num_layers):
     return jax.device_get(job.gradients(None, MICROBATCHES)(*job.arguments))
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_device(case):
     """Gradients are placed as the parameters, and the bubble counts idle slots."""
