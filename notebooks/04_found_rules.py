@@ -43,7 +43,7 @@ from flax import nnx
 
 import shardlib as sl
 
-sl.local_cpu_devices(8)  # where there is no accelerator, the CPU stands for 8 devices
+sl.local_cpu_devices(8)  # without an accelerator, the CPU acts as 8 devices
 
 # %% [markdown]
 # ## A model that names nothing

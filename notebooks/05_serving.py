@@ -44,7 +44,7 @@ import shardlib as sl
 from shardlib import run
 from shardlib.config import from_dict
 
-sl.local_cpu_devices(8)  # where there is no accelerator, the CPU stands for 8 devices
+sl.local_cpu_devices(8)  # without an accelerator, the CPU acts as 8 devices
 
 # %% [markdown]
 # ## Train

@@ -19,13 +19,9 @@ def embeddings(
     """
 
     def units() -> jax.Array:
-        return unit(features())
+        x = features().astype(jnp.float32)
+        lengths = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
 
     zeros = jnp.zeros(jax.eval_shape(features).shape, jnp.float32)
     return jax.lax.cond(is_wanted, units, lambda: zeros)
-
-
-def unit(x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-    """Returns vectors in float32, divided by their lengths."""
-    x = x.astype(jnp.float32)
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)

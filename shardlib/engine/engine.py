@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
+    Bits,
     Prompt,
     check_adapter,
     check_bits,
@@ -39,7 +40,7 @@ from shardlib.engine.scheduler import EngineStep, GroupStep, Scheduler, Sequence
 from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream
-from shardlib.engine.weights import Bits, ServedWeights
+from shardlib.engine.weights import ServedWeights
 from shardlib.errors import ModelError
 from shardlib.sharding.constrain import Scope
 
@@ -468,7 +469,9 @@ class Engine:
             return
         scored = _token(drawn, row, token, sequence.sampling)
         request.tokens.append(dataclasses.replace(scored, version=version))
-        self._counts["answer"] += not sequence.sampling.embedding
+        # The token of a request for its embedding alone is nobody's.
+        is_embedding = sequence.sampling.embedding and sequence.max_tokens == 1
+        self._counts["answer"] += not is_embedding
         if is_stopped:
             self.scheduler.end(sequence)
             self._finish(request, "stop")

@@ -71,7 +71,8 @@ class StepResult(NamedTuple):
     scores: Drawn
     """Of the targets of all rows, if any are wanted: [groups, rows] each."""
     embeddings: jax.Array
-    """Of the rows of `drawn`, if any are wanted: [groups, drawn, features] float32."""
+    """The embeddings of the rows of `drawn`, or 0 if no request wants one:
+    [groups, drawn, features] float32."""
 
 
 class EnginePrograms:

@@ -164,8 +164,8 @@ class Completion:
     """The tokens of the prompt but the first, if the request wants their log probabilities."""
 
     embedding: np.ndarray | None = dataclasses.field(default=None, compare=False)
-    """What the head reads of the last token of the prompt, divided by its length: [features]
-    float32, if the request wants it."""
+    """The input of the head for the last token of the prompt, as a vector of length 1: [features]
+    float32. None unless the request wants it."""
 
     @property
     def ids(self) -> list[int]:

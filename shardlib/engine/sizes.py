@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal
 
+from shardlib.engine.arguments import Bits
 from shardlib.errors import ModelError
 
 _DEFAULT_CONTEXT = 4096
@@ -39,7 +39,7 @@ class EngineSizes:
     lane: int
     lane_counts: tuple[int, ...]
     least_drawn: int
-    cache: Literal["int8"] | None = None
+    cache: Bits | None = None
 
     @property
     def pages_a_row(self) -> int:
@@ -58,7 +58,7 @@ def engine_sizes(
     max_length: int | None,
     deterministic: bool,
     groups: int = 1,
-    cache: Literal["int8"] | None = None,
+    cache: Bits | None = None,
 ) -> EngineSizes:
     """Returns the sizes of an engine, from arguments as `Engine` takes them.
 

@@ -1,17 +1,15 @@
 """A model as an engine serves it."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 
 from shardlib.engine.adapters import row_factors, with_adapters
-from shardlib.engine.arguments import check_same
+from shardlib.engine.arguments import Bits, check_same
 from shardlib.finetune.lora import merge
 from shardlib.finetune.quantized import quantize
-
-Bits = Literal["int8"]
 
 
 class ServedWeights:

@@ -34,7 +34,7 @@ class GroupPages(NamedTuple):
     key: jax.Array
     value: jax.Array
     key_scale: jax.Array | None = None
-    """Of int8 pages: [layers, pages, kv_heads * page_size] float32."""
+    """The scales of int8 pages: [layers, pages, kv_heads * page_size] float32."""
     value_scale: jax.Array | None = None
 
     def written(
@@ -130,7 +130,7 @@ class _BlockReader(NamedTuple):
     window: jax.Array | int | None
     together: bool
     dtype: jax.typing.DTypeLike
-    """Of keys and values, once they are read."""
+    """The dtype in which keys and values are read."""
 
     @property
     def pages_a_block(self) -> int:

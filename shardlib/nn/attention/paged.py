@@ -30,7 +30,7 @@ class Pages(NamedTuple):
     key: Num[Array, "layers groups pages page_size key_width"]
     value: Num[Array, "layers groups pages page_size value_width"]
     key_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
-    """Of int8 pages, what each head of each position is multiplied by; heads first."""
+    """The scale of each head of each position, if pages are int8; heads first."""
     value_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
 
 
