@@ -1,8 +1,9 @@
 """Answers per second of `sl.Engine` against continuous batching of transformers, in one run.
 
-A Llama of 134 million float32 parameters with random weights continues prompts of 64 to 191 random
-tokens by 64 tokens each, greedily, on the cores of this machine. Both read the same folder, and
-take turns in one process; the figures are medians of the rounds.
+A Llama of 134 million parameters with random weights continues prompts of 64 to 191 random tokens
+by 64 tokens each, greedily, in float32 on the cores of this machine, or with JAX_PLATFORMS=cuda in
+either dtype on its GPU. Both read the same folder, and take turns in one process; the figures are
+medians of the rounds.
 
 - tokens_per_second: tokens of answers over wall time, and their `ratio`;
 - host_share: of a step, the time that neither runs the program nor waits for it, without overlap;
@@ -14,7 +15,7 @@ take turns in one process; the figures are medians of the rounds.
 - resident_mb: resident memory beyond weights and pages, before transformers is imported.
 
     python benchmarks/serving.py [--requests 64] [--rounds 3] [--layers 12] [--embed 768]
-        [--vocab 32000] [--without-transformers]
+        [--vocab 32000] [--dtype float32] [--slots 32] [--without-transformers]
 
 The last line is JSON.
 """
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--embed", type=int, default=768, help="a multiple of 64")
     parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--slots", type=int, default=32, help="sequences that run at a time")
     parser.add_argument("--without-transformers", action="store_true")
     asked = parser.parse_args()
     config = TransformerConfig(
@@ -71,15 +74,16 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     sizes = rng.integers(64, 192, asked.requests)
     prompts = [rng.integers(0, asked.vocab, size).tolist() for size in sizes]
-    loaded = sl.hf.load(folder)
+    loaded = sl.hf.load(folder, dtype=asked.dtype)
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
-    engine = sl.Engine(loaded, context=2304, pages=32 * 40, prefix_cache=False)
+    pages = asked.slots * 40
+    engine = sl.Engine(loaded, context=2304, slots=asked.slots, pages=pages, prefix_cache=False)
     engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
     programs = engine.stats().num_compiled
     ours, theirs = [rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)])], []
-    pages = sum(x.nbytes for x in jax.tree.leaves(engine._state.pages))
-    beyond = resident() - weights - pages
-    peer = None if asked.without_transformers else Peer(folder)
+    held = weights + sum(x.nbytes for x in jax.tree.leaves(engine._state.pages))
+    beyond = resident() - (held if jax.default_backend() == "cpu" else 0)
+    peer = None if asked.without_transformers else Peer(folder, asked.dtype)
     for _ in range(asked.rounds):
         ours.append(rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)]))
         if peer is not None:
@@ -113,12 +117,13 @@ def rate(answer: Any) -> float:
 class Peer:
     """Continuous batching of transformers."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtype: str):
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         torch.set_num_threads(os.cpu_count() or 1)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.model = model.eval().to("cpu" if jax.default_backend() == "cpu" else "cuda")
         self.config = GenerationConfig(
             max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
