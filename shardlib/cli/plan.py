@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib.cli.arguments import AsJson, Overrides, console, load_config, warn
-from shardlib.cli.plan_serving import Context, Prompt, Serve, Slo, plan_serving
+from shardlib.cli.plan_serving import Cache, Context, Prompt, Serve, Slo, Weights, plan_serving
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
 
@@ -92,6 +92,8 @@ def plan(
     context: Context = None,
     prompt: Prompt = None,
     slo: Slo = None,
+    weights: Weights = None,
+    cache: Cache = None,
     top: Top = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -100,7 +102,9 @@ def plan(
     The cluster need not be present: a calibrated cost model ranks meshes, rules, rematerialisation
     and microbatches. Compiles nothing without --verify.
     """
-    of_serving = {"context": context, "prompt": prompt, "slo": slo}
+    of_serving = {
+        "context": context, "prompt": prompt, "slo": slo, "weights": weights, "cache": cache,
+    }  # fmt: skip
     if serve is not None:
         of_training = {
             "CONFIG": config, "--model": model, "--global-batch": global_batch, "--length": length,

@@ -33,6 +33,13 @@ Slo = Annotated[
         help="With --serve: seconds to the first token, and between tokens: ttft=1s,itl=50ms.",
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="int8", help="With --serve: kernels of layers in 8 bits."),
+]
+Cache = Annotated[
+    str | None, typer.Option(metavar="int8", help="With --serve: keys and values in 8 bits.")
+]
 
 
 def plan_serving(

@@ -20,6 +20,7 @@ from shardlib.engine.programs import (
 )
 from shardlib.engine.scheduler import EngineStep, GroupStep
 from shardlib.engine.sizes import EngineSizes
+from shardlib.functional.quantized import Bits, as_served
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope
 from shardlib.sharding.partition import place_model_state, weights_by_path
@@ -46,6 +47,7 @@ def abstract_step(
     *,
     num_lanes: int = 0,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    weights: Bits | None = None,
 ) -> AbstractStep:
     """Returns a step of an engine that serves a model.
 
@@ -55,13 +57,16 @@ def abstract_step(
         sizes: Sizes of the engine; the groups follow from the mesh and the rules.
         num_lanes: Lanes of the step: 0 for one that decodes, more for one that reads prompts too.
         dtype: Of the parameters.
+        weights: As in `Engine`.
 
     Raises:
         RuleError: If the rules cannot place a parameter.
     """
-    model = nnx.eval_shape(lambda: family.make(config, DataSpec(), nnx.Rngs(0)))
-    model.eval()
-    params = abstract_params(nnx.state(model), scope, dtype)
+
+    model = nnx.eval_shape(
+        lambda: as_served(family.make(config, DataSpec(), nnx.Rngs(0)), dtype, weights)
+    )
+    params = abstract_params(nnx.state(model), scope)
     sizes = dataclasses.replace(sizes, groups=num_groups(scope, params))
     programs = EnginePrograms(model, family.decoding, scope, sizes)  # type: ignore[arg-type]
     step = Arranger(dataclasses.replace(sizes, lane_counts=(num_lanes,)))
@@ -73,8 +78,8 @@ def abstract_step(
     return AbstractStep(programs, params, programs.abstract_state(params), arrays)
 
 
-def abstract_params(params: Any, scope: Scope, dtype: jax.typing.DTypeLike) -> Any:
-    """Returns parameters as `ShapeDtypeStruct`s in `dtype`, placed by the rules."""
+def abstract_params(params: Any, scope: Scope) -> Any:
+    """Returns parameters as `ShapeDtypeStruct`s, placed by the rules."""
     weights = weights_by_path(params)
     placements = place_model_state(
         {weight.path: weight.value for weight in weights},
@@ -85,10 +90,8 @@ def abstract_params(params: Any, scope: Scope, dtype: jax.typing.DTypeLike) -> A
     )
 
     def placed(path: str, value: Any) -> jax.ShapeDtypeStruct:
-        is_number = jnp.issubdtype(value.dtype, jnp.floating)
         sharding = NamedSharding(scope.mesh, placements[path].spec)
-        kind = dtype if is_number else value.dtype
-        return jax.ShapeDtypeStruct(value.shape, kind, sharding=sharding)
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
     leaves = [placed(weight.path, weight.value) for weight in weights]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

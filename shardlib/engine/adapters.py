@@ -18,7 +18,7 @@ from flax import nnx
 
 from shardlib.errors import ModelError
 from shardlib.finetune.lora import Adapted, adapters
-from shardlib.finetune.projections import axes_of, modules, num_dims, replace_module, variable
+from shardlib.functional.projections import axes_of, modules, num_dims, replace_module, variable
 
 NO_ADAPTER = -1
 """The number of rows without an adapter."""

@@ -1,7 +1,7 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +12,6 @@ from shardlib.errors import ModelError, did_you_mean
 from shardlib.registry import Decoding
 
 Prompt = str | Sequence[int]
-Bits = Literal["int8"]
-"""What weights and the cache may have in place of the dtype of the model."""
 
 
 def one_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
@@ -79,17 +77,6 @@ def check_adapter(name: str | None, adapters: Collection[str]) -> None:
     raise ModelError(
         f"no adapter is called {name!r}.{did_you_mean(name, list(adapters))}\n  Use {have}."
     )
-
-
-def check_bits(**kinds: str | None) -> None:
-    """Raises `ModelError` for bits that weights or the cache cannot have."""
-    if wrong := [
-        f"{name}={kind!r}" for name, kind in kinds.items() if kind not in (None, *get_args(Bits))
-    ]:
-        raise ModelError(
-            f"{', '.join(wrong)} is not known.\n  Give 'int8', or leave it out for the dtype of "
-            "the model."
-        )
 
 
 def check_exact(params: Any) -> None:

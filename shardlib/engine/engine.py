@@ -15,10 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
-    Bits,
     Prompt,
     check_adapter,
-    check_bits,
     check_exact,
     decoding_of,
     one_each,
@@ -42,6 +40,7 @@ from shardlib.engine.sizes import engine_sizes
 from shardlib.engine.texts import TextStream
 from shardlib.engine.weights import ServedWeights
 from shardlib.errors import ModelError
+from shardlib.functional.quantized import Bits, check_bits
 from shardlib.sharding.constrain import Scope
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from shardlib.engine.arguments import Bits
 from shardlib.errors import ModelError
+from shardlib.functional.quantized import Bits
 
 _DEFAULT_CONTEXT = 4096
 """Positions of a sequence where the model has any number, or more."""

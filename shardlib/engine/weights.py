@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 
 from shardlib.engine.adapters import row_factors, with_adapters
-from shardlib.engine.arguments import Bits, check_same
+from shardlib.engine.arguments import check_same
 from shardlib.finetune.lora import merge
-from shardlib.finetune.quantized import quantize
+from shardlib.functional.quantized import Bits, quantize
 
 
 class ServedWeights:

@@ -16,4 +16,4 @@ from shardlib.finetune.lora import lora as lora
 from shardlib.finetune.lora import merge as merge
 from shardlib.finetune.peft import load_adapter as load_adapter
 from shardlib.finetune.peft import save_adapter as save_adapter
-from shardlib.finetune.quantized import quantize as quantize
+from shardlib.functional.quantized import quantize as quantize

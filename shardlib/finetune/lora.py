@@ -15,7 +15,7 @@ from flax import nnx
 
 from shardlib.config import configclass
 from shardlib.errors import ModelError
-from shardlib.finetune.projections import (
+from shardlib.functional.projections import (
     axes_of,
     matched,
     modules,
@@ -23,7 +23,7 @@ from shardlib.finetune.projections import (
     replace_module,
     variable,
 )
-from shardlib.finetune.quantized import Kind, quantize
+from shardlib.functional.quantized import Kind, quantize
 from shardlib.nn.stack import stack_layers
 
 TARGETS = ("**/attention/*",)

@@ -14,8 +14,8 @@ from flax import nnx
 
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.finetune.lora import Adapted, adapters, lora
-from shardlib.finetune.projections import axes_of, num_dims, projections
 from shardlib.functional import functional
+from shardlib.functional.projections import axes_of, num_dims, projections
 from shardlib.hf.architecture import Architecture, described_as
 from shardlib.hf.load import parameters, placements, read_parameters
 from shardlib.hf.loaded import Loaded

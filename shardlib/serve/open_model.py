@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 
 from shardlib.engine import Engine
-from shardlib.engine.arguments import check_bits
 from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
 from shardlib.finetune import load_adapter
+from shardlib.functional.quantized import check_bits
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
 from shardlib.serve.bodies import Speaker

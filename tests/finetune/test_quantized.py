@@ -56,7 +56,7 @@ def test_nf4_takes_the_nearest_level():
     kernel = model.layers.mlp.up.kernel[...]
     held = quantize(model, "nf4").layers.mlp.up.kernel
     scales = np.repeat(held.scales[...], 64, axis=1)
-    from shardlib.finetune.quantized import _LEVELS
+    from shardlib.functional.quantized import _LEVELS
 
     nearest = np.abs(np.asarray(kernel / scales)[..., None] - _LEVELS).argmin(-1)
     np.testing.assert_allclose(held[...], _LEVELS[nearest] * scales, rtol=1e-6)

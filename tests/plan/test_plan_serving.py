@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import jax
@@ -69,27 +68,29 @@ class Served:
 
 def held(tree):
     """Returns the bytes of numbers on one device."""
-    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    numbers = [x for x in jax.tree.leaves(tree) if x.dtype in (jnp.float32, jnp.int8)]
     return sum(x.addressable_shards[0].data.nbytes for x in numbers)
 
 
 @pytest.mark.rest("mesh")
-@pytest.mark.parametrize("name", MODELS)
-def test_bytes_are_those_that_an_engine_allocates(name):
+@pytest.mark.parametrize(("name", "bits"), [*((name, None) for name in MODELS), ("latent", "int8")])
+def test_bytes_are_those_that_an_engine_allocates(name, bits):
     config = config_of(name)
     scope = Scope(sl.make_mesh("expert=2,tensor=2", devices=jax.devices()[:4]), SERVE)
     model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
     model.eval()
     with use(scope.mesh, scope.rules):
         sl.shard(model)
-    engine = sl.Engine(Served(model, config, scope), slots=SLOTS, context=64, page_size=8)
-    served, layout = served_model(config, width=4), Layout(expert=2, tensor=2)
+    engine = sl.Engine(Served(model, config, scope), slots=SLOTS, context=64, page_size=8,
+                       weights=bits, cache=bits)  # fmt: skip
+    served = served_model(config, jnp.float32, weights=bits, cache=bits)
+    layout = Layout(expert=2, tensor=2)
     assert served.weight_bytes(layout) == held(engine._params)
     # 8 pages of each sequence, and one that nothing reads.
     assert served.page_bytes(layout, 8) * (8 * SLOTS + 1) == held(engine._state.pages)
-    assert served.page_bytes(layout, 1) == 4 * cache_elements(
-        dataclasses.replace(served.dims, windowed_layers=0), 1
-    ) // (1 if config.kv_heads == 1 else 2)
+    elements = cache_elements(dataclasses.replace(served.dims, windowed_layers=0), 1)
+    parts = 1 if config.kv_heads == 1 else 2
+    assert served.page_bytes(layout, 1) == served.widths.cached * elements / parts
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,23 +141,52 @@ def test_the_best_plan_keeps_the_times_and_fits(plans):
     best = plans.best
     assert best.first_token_seconds <= 1
     assert best.token_seconds < best.slowest_token_seconds <= 0.05
-    assert best.replicas * math.prod(best.layout.size(axis) for axis in ("tensor", "expert")) == 8
+    assert best.engines * best.copies * best.layout.tensor == 8
     assert best.slots <= best.most_slots
     assert best.memory.total < 76 * 2**30
     # 16.06 GB of weights, and 128 KiB of keys and values for a position.
     assert best.memory.weights * best.layout.tensor == pytest.approx(16.06e9, rel=1e-3)
-    cache = best.slots * 8192 * 2**17 / best.layout.tensor
+    cache = best.slots / best.copies * 8192 * 2**17 / best.layout.tensor
     assert best.memory.cache == pytest.approx(cache, rel=1e-3)
-    rates = [plan.tokens_per_second for plan in plans.plans]
-    assert rates == sorted(rates, reverse=True)
+    most = max(plan.tokens_per_second for plan in plans.plans)
+    assert best.tokens_per_second >= 0.98 * most
 
 
 def test_a_step_takes_at_least_the_time_to_read_what_it_reads(plans):
     for plan in plans.by_slots:
         seen = plan.prompt + plan.answer / 2
-        read = plan.memory.weights + plan.slots * seen * 2**17 / plan.layout.tensor
+        read = plan.memory.weights + plan.slots / plan.copies * seen * 2**17 / plan.layout.tensor
         least = read / 3.35e12
         assert least < plan.decode.total < 2 * least + 3e-3
+
+
+def test_one_engine_along_data_has_the_slots_of_all_copies_and_reads_prompts_in_more_steps(plans):
+    alone = plans.best
+    whole = dataclasses.replace(alone, engines=1, slots=alone.slots * alone.engines)
+    assert (alone.copies, whole.copies) == (1, alone.engines)
+    assert whole.mesh == f"data={alone.engines},{alone.mesh}"
+    assert whole.token_seconds == alone.token_seconds
+    assert whole.first_token_seconds == alone.first_token_seconds
+    assert whole.reading_share == pytest.approx(1 - (1 - alone.reading_share) ** alone.engines)
+    assert whole.tokens_per_second < alone.tokens_per_second
+    assert plans.other is not None
+    assert plans.other.layout == alone.layout
+    assert {alone.engines, plans.other.engines} == {alone.engines, 1}
+
+
+def test_8_bits_halve_weights_and_cache_and_read_them_sooner(plans):
+    best, context = plans.best, plans.question.context
+    small = plan_serving("llama3-8b", on="8xh100", context=context, weights="int8", cache="int8")
+    same = next(p for p in small.plans if (p.mesh, p.engines) == (best.mesh, best.engines))
+    # 1.05 billion weights of embedding and head keep 16 bits. Scales: 4 bytes for 128 numbers.
+    assert same.memory.weights / best.memory.weights == pytest.approx(
+        (6.98e9 + 2 * 1.05e9) / 16.06e9, rel=5e-3
+    )
+    a_slot = [p.memory.cache / p.slots for p in (same, best)]
+    assert a_slot[0] / a_slot[1] == pytest.approx((1 + 4 / 128) / 2, rel=5e-3)
+    assert same.most_slots > 1.9 * best.most_slots
+    assert same.decode.attention / same.slots < 0.55 * best.decode.attention / best.slots
+    assert "weights int8, cache int8" in str(small)
 
 
 def test_the_report_tells_mesh_memory_and_times(plans):
@@ -192,6 +222,7 @@ def test_times_that_nothing_keeps_are_told_with_those_that_it_keeps():
         ({"context": 8, "prompt": 8}, ConfigError, "shorter prompt"),
         ({"context": "16k"}, ModelError, "at most 8192"),
         ({"precision": "int8"}, ConfigError, "bf16, f32"),
+        ({"weights": "int4"}, ModelError, "weights='int4'"),
         ({"top": 0}, ConfigError, "top is 0"),
     ],
 )
@@ -229,10 +260,12 @@ def test_the_command_plans_a_folder_and_a_run(shardlib, tmp_path):
     )  # fmt: skip
     for model in (folder, "configs/quickstart.yaml"):
         code, out, _ = shardlib(
-            "plan", "--serve", model, "--on", "v5e-4", "--context", 64, "--json"
+            "plan", "--serve", model, "--on", "v5e-4", "--context", 64, "--cache", "int8", "--json"
         )
         assert code == 0
-        assert json.loads(out)["plans"][0]["replicas"] == 4
+        facts = json.loads(out)
+        assert facts["cache"] == "int8"
+        assert facts["plans"][0]["engines"] == 4
     code, _, err = shardlib("plan", "configs/quickstart.yaml", "--serve", folder, "--on", "v5e-4")
     assert code == 2
     assert "CONFIG" in err

@@ -11,6 +11,7 @@ Source: Pope et al. 2022, "Efficiently Scaling Transformer Inference", sections 
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from shardlib.cost.costs import CollectiveCost, Costs, Work
 from shardlib.cost.layout import Layout
@@ -23,6 +24,17 @@ _SMALL_KERNELS = 4
 """Of a layer besides its products: two norms, rotations, the hidden units."""
 _LOGIT_BYTES = 16
 """Per logit: a cast to float32, the softmax, the likeliest token, a draw."""
+
+
+class Widths(NamedTuple):
+    """Bytes of a number that a step reads or writes."""
+
+    other: float = 2
+    """Of an activation, and of a weight of the embedding, the head, a router or an expert."""
+    kernel: float = 2
+    """Of another weight."""
+    cached: float = 2
+    """Of a key or a value, with its share of a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +68,25 @@ def kv_cut(model: Transformer, layout: Layout) -> int:
     return 1 if model.kv_heads % layout.tensor else layout.tensor
 
 
-def step_costs(model: Transformer, step: ServedStep, layout: Layout, width: int = 2) -> Costs:
+def step_costs(
+    model: Transformer, step: ServedStep, layout: Layout, widths: Widths | None = None
+) -> Costs:
     """Returns the costs of a step of one device.
 
     Args:
         model: The dimensions.
         step: The work.
         layout: Degrees of `tensor` and `expert`; other axes hold replicas.
-        width: Bytes of a weight, of an activation, and of a key or value.
+        widths: Bytes of numbers; None for 16 bits.
     """
     work: list[Work] = []
+    widths = widths or Widths()
+    width = widths.other
     for routed, count in ((False, model.dense_layers), (True, model.routed_layers)):
         if count:
-            products = _products(model, step, layout, routed=routed, width=width)
+            products = _products(model, step, layout, routed=routed, widths=widths)
             work += [Work("forward", "matmul", product, count) for product in products]
-    work += _attention(model, step, layout, width)
+    work += _attention(model, step, layout, widths.cached)
     hidden = step.rows * (3 if model.gated else 2) * _mean_mlp(model) / layout.tensor
     passes = Stream(
         (_EMBED_PASSES * step.rows * model.embed + hidden) * width, kernels=_SMALL_KERNELS
@@ -89,14 +105,16 @@ def flops(model: Transformer, step: ServedStep) -> float:
 
 
 def _products(
-    model: Transformer, step: ServedStep, layout: Layout, *, routed: bool, width: int
+    model: Transformer, step: ServedStep, layout: Layout, *, routed: bool, widths: Widths
 ) -> Iterator[Kernel]:
     for product in model.matmuls(routed=routed):
         if product.routed:
-            yield _of_experts(model, product, step, layout, width)
+            yield _of_experts(model, product, step, layout, widths.other)
             continue
+        narrow = 0.0 if product.name == "router" else widths.other - widths.kernel
         for fan_in, fan_out in _arrays(model, product, layout):
-            yield matmul(step.rows, fan_in, fan_out, width=width)
+            made = matmul(step.rows, fan_in, fan_out, width=int(widths.other))
+            yield made._replace(num_bytes=made.num_bytes - narrow * fan_in * fan_out)
 
 
 def _arrays(model: Transformer, product: Matmul, layout: Layout) -> Iterator[tuple[float, float]]:
@@ -117,7 +135,7 @@ def _arrays(model: Transformer, product: Matmul, layout: Layout) -> Iterator[tup
 
 
 def _of_experts(
-    model: Transformer, product: Matmul, step: ServedStep, layout: Layout, width: int
+    model: Transformer, product: Matmul, step: ServedStep, layout: Layout, width: float
 ) -> Product:
     """Returns the products of the experts of a device: it reads those that a row chose."""
     assert model.experts is not None
@@ -128,7 +146,7 @@ def _of_experts(
     rows = step.rows * model.experts.per_token / layout.expert
     read = active_experts(model, step.rows) / layout.expert * fan_in * fan_out
     moved = (rows * (fan_in + fan_out) + read) * width
-    return Product(rows, fan_in, fan_out, 1.0, moved, width, uneven=True)
+    return Product(rows, fan_in, fan_out, 1.0, moved, int(width), uneven=True)
 
 
 def active_experts(model: Transformer, rows: float) -> float:
@@ -147,7 +165,9 @@ def cache_elements(model: Transformer, positions: float) -> float:
     return model.kv_width * (local * near + (model.layers - local) * positions)
 
 
-def _attention(model: Transformer, step: ServedStep, layout: Layout, width: int) -> Iterator[Work]:
+def _attention(
+    model: Transformer, step: ServedStep, layout: Layout, width: float
+) -> Iterator[Work]:
     cut = kv_cut(model, layout)
     heads = model.heads / layout.tensor
     dims = model.score_dim + model.value_dim
@@ -177,16 +197,16 @@ def _mean_mlp(model: Transformer) -> float:
     return total / model.layers
 
 
-def _head(model: Transformer, step: ServedStep, layout: Layout, width: int) -> Iterator[Work]:
+def _head(model: Transformer, step: ServedStep, layout: Layout, width: float) -> Iterator[Work]:
     cut = layout.tensor
-    logits = matmul(step.drawn, model.embed, model.vocab / cut, width=width)
+    logits = matmul(step.drawn, model.embed, model.vocab / cut, width=int(width))
     yield Work("forward", "head", logits)
     drawn = Stream(step.drawn * model.vocab / cut * _LOGIT_BYTES, kernels=_SMALL_KERNELS)
     yield Work("forward", "head", drawn)
 
 
 def _collectives(
-    model: Transformer, step: ServedStep, layout: Layout, width: int
+    model: Transformer, step: ServedStep, layout: Layout, width: float
 ) -> list[CollectiveCost]:
     stream = float(step.rows * model.embed * width)
     found: list[CollectiveCost] = []

@@ -3,6 +3,7 @@
 from typing import Any
 
 from shardlib.errors import ConfigError, ModelError
+from shardlib.functional.quantized import Bits
 from shardlib.hardware import Cluster
 from shardlib.plan.serving.question import ServePrecision, Slo, serving_question
 from shardlib.plan.serving.result import ServingPlans as ServingPlans
@@ -20,12 +21,15 @@ def plan_serving(
     prompt: int | str | None = None,
     slo: str | Slo | None = None,
     precision: ServePrecision = "bf16",
+    weights: Bits | None = None,
+    cache: Bits | None = None,
     top: int = 5,
 ) -> ServingPlans:
     """Returns the best ways to serve a decoder on a cluster, by the cost model of `plan`.
 
-    Each replica is an `Engine` on a mesh of its own, over `tensor` and `expert`, under the rules
-    `serve`. Nothing is allocated or compiled:
+    Copies of the model lie over `tensor` and `expert`, under the rules `serve`. Each has an
+    `Engine` of its own, or one engine holds all of them along `data`; both are planned. Nothing is
+    allocated or compiled:
 
     ```python
     print(sl.plan_serving("llama3-8b", on="8xh100", context="8k", slo="ttft=1s,itl=50ms"))
@@ -40,18 +44,19 @@ def plan_serving(
         slo: Times to keep, as in `ttft=1s,itl=50ms`: seconds to the first token of a prompt that
             starts at once with all slots taken, and between tokens while a prompt is read.
         precision: Of weights, activations and the cache: `bf16` or `f32`.
+        weights, cache: `int8` for 8 bits, as in `Engine`.
         top: Number of meshes to return.
 
     Raises:
-        ModelError: If the model is unknown, is not a decoder that the engine runs, or has fewer
-            positions than the context.
+        ModelError: If the model is unknown, is not a decoder that the engine runs, has fewer
+            positions than the context, or nothing of it can have 8 bits.
         MeshError: If the cluster is unknown, the model does not fit it, or no plan keeps the times.
         ConfigError: If arguments are wrong.
     """
-    question = serving_question(on, context, prompt, slo, precision)
+    question = serving_question(on, context, prompt, slo, precision, weights, cache)
     if top < 1:
         raise ConfigError(f"top is {top}, but at least one mesh is returned.\n  Give 1 or more.")
-    served = served_model(model, question.width)
+    served = served_model(model, question.dtype, weights=weights, cache=cache)
     if served.longest is not None and question.context > served.longest:
         raise ModelError(
             f"context={question.context}, and {served.name} has {served.longest} positions.\n"

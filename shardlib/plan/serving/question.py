@@ -4,7 +4,11 @@ import dataclasses
 import re
 from typing import Literal, get_args
 
+import jax
+import jax.numpy as jnp
+
 from shardlib.errors import ConfigError, did_you_mean
+from shardlib.functional.quantized import Bits, check_bits
 from shardlib.hardware import Cluster, MixedCluster, of_one_kind
 from shardlib.plan.request import tokens_of
 
@@ -59,6 +63,8 @@ class ServingQuestion:
     prompt: int
     slo: Slo = Slo()
     precision: ServePrecision = "bf16"
+    weights: Bits | None = None
+    cache: Bits | None = None
     page_size: int = 16
     lane: int = 32
 
@@ -68,9 +74,15 @@ class ServingQuestion:
         return self.context - self.prompt
 
     @property
-    def width(self) -> int:
-        """Bytes of a weight, and of a key or value."""
-        return 4 if self.precision == "f32" else 2
+    def dtype(self) -> jax.typing.DTypeLike:
+        """The dtype of weights, activations and the cache, unless they have 8 bits."""
+        return jnp.float32 if self.precision == "f32" else jnp.bfloat16
+
+    @property
+    def kinds(self) -> str:
+        """The precision, and the bits of weights and cache if they differ."""
+        bits = {"weights": self.weights, "cache": self.cache}
+        return ", ".join([self.precision, *(f"{k} {v}" for k, v in bits.items() if v)])
 
 
 def serving_question(
@@ -79,13 +91,17 @@ def serving_question(
     prompt: float | str | None,
     slo: str | Slo | None,
     precision: ServePrecision,
+    weights: Bits | None = None,
+    cache: Bits | None = None,
 ) -> ServingQuestion:
     """Returns a question, from arguments as of `plan_serving`.
 
     Raises:
         ConfigError: If an argument is wrong.
         MeshError: If the cluster is unknown.
+        ModelError: If `weights` or `cache` is neither None nor `int8`.
     """
+    check_bits(weights=weights, cache=cache)
     tokens = tokens_of(context, _BINARY)
     assert tokens is not None
     of_prompt = tokens_of(prompt, _BINARY)
@@ -104,5 +120,5 @@ def serving_question(
         )
     return ServingQuestion(
         cluster=of_one_kind(on), context=whole, prompt=read, slo=Slo.parse(slo),
-        precision=precision,
+        precision=precision, weights=weights, cache=cache,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from shardlib.plan.objective import next_larger, roomier
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.serving.question import ServingQuestion, Slo
 from shardlib.plan.serving.search import (
+    ALIKE,
     CHUNKS,
     Replica,
     ServingPlan,
@@ -23,6 +24,18 @@ from shardlib.plan.serving.search import (
 from shardlib.plan.serving.served_model import ServedModel
 from shardlib.tables import Report, Table
 
+_ROOFLINE = (
+    "Predicted steps read weights, keys and values once, at the bandwidth of the memory. The "
+    "engine has no kernel of its own for keys and values yet, and takes longer."
+)
+_ON_GPUS = (
+    "Compiled for GPUs, a step copies the kernels of each layer before it multiplies, and widens "
+    "int8 there. This is not predicted."
+)
+_ENGINES = (
+    "Each engine is a server of its own; spread requests over them. One engine along data steps "
+    "all copies together: a prompt that one of them reads slows the tokens of all."
+)
 _SHOWN_SLOTS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -33,10 +46,13 @@ class ServingPlans(Report):
     model: ServedModel
     question: ServingQuestion
     plans: tuple[ServingPlan, ...]
-    """Best first."""
+    """Best first: of plans that answer as many tokens per second, that with the soonest first
+    token."""
     by_slots: tuple[ServingPlan, ...]
     """The mesh and chunk of the best plan with other numbers of slots, whether or not they keep the
     times."""
+    other: ServingPlan | None
+    """The best plan with the same copies and another number of engines."""
 
     @property
     def best(self) -> ServingPlan:
@@ -46,35 +62,33 @@ class ServingPlans(Report):
     @functools.cached_property
     def notes(self) -> list[str]:
         """What the prediction assumes, and what the user must set."""
-        cluster = self.question.cluster
-        return [
-            "Predicted steps read keys and values once, at the bandwidth of the memory. The engine "
-            "has no kernel of its own for that yet, and takes longer.",
-            *beyond_default_share([(cluster, plan.memory.total)] for plan in self.plans),
-        ]
+        cluster, found = self.question.cluster, [_ROOFLINE]
+        if cluster.platform == "gpu":
+            found.append(_ON_GPUS)
+        if any(plan.engines > 1 for plan in self.plans):
+            found.append(_ENGINES)
+        return [*found, *beyond_default_share([(cluster, p.memory.total)] for p in self.plans)]
 
     def parts(self) -> Iterable[Any]:
         """Yields the parts of the report."""
         question, best, cluster = self.question, self.best, self.question.cluster
         yield (
-            f"{self.model.name} ({count(self.model.num_params)} parameters, {question.precision}) "
-            f"on {cluster.name}: prompts of {question.prompt:,} tokens, answers of "
+            f"{self.model.name} ({count(self.model.num_params)} parameters, {question.kinds}) on "
+            f"{cluster.name}: prompts of {question.prompt:,} tokens, answers of "
             f"{question.answer:,}"
         )
         yield (
-            f"{plural(best.replicas, 'replica')} of mesh={best.mesh}, rules serve: "
-            f"slots={best.slots}, context={question.context}, chunk={best.chunk}\n"
-            f"  first token after {duration(best.first_token_seconds)}, then one each "
-            f"{duration(best.token_seconds)} ({duration(best.slowest_token_seconds)} while a "
-            f"prompt is read); {count(best.tokens_per_second)} tokens/s in all\n"
+            f"{_summary(best, question)}\n"
             f"  a device holds {gib(best.memory.total)} of {gib(capacity_bytes(cluster))}: weights "
             f"{gib(best.memory.weights)}, cache {gib(best.memory.cache)}, temporaries "
             f"{gib(best.memory.temporaries)}, runtime {gib(best.memory.runtime)}\n"
             f"  a step that decodes is {_largest(best)}"
         )
+        if self.other is not None:
+            yield f"With another number of engines: {_summary(self.other, question)}"
         yield Table(
-            "Meshes of a replica",
-            ("mesh", "replicas>", "slots>", "fit>", "longest>", "chunk>", "first token>",
+            "Meshes of an engine",
+            ("mesh", "engines>", "slots>", "fit>", "longest>", "chunk>", "first token>",
              "token>", "reading>", "tokens/s>", "weights>", "cache>"),
             [_row(plan) for plan in self.plans],
         )  # fmt: skip
@@ -106,10 +120,13 @@ class ServingPlans(Report):
             "context": question.context,
             "prompt": question.prompt,
             "precision": question.precision,
+            "weights": question.weights,
+            "cache": question.cache,
             "slo": dataclasses.asdict(question.slo),
             "capacity": capacity_bytes(question.cluster),
             "plans": [_facts(plan) for plan in self.plans],
             "by_slots": [_facts(plan) for plan in self.by_slots],
+            "other": None if self.other is None else _facts(self.other),
             "notes": self.notes,
         }
 
@@ -117,7 +134,7 @@ class ServingPlans(Report):
 def _row(plan: ServingPlan) -> tuple[str, ...]:
     return (
         plan.mesh,
-        str(plan.replicas),
+        str(plan.engines),
         str(plan.slots),
         str(plan.most_slots),
         f"{plan.longest_context:,}",
@@ -131,6 +148,17 @@ def _row(plan: ServingPlan) -> tuple[str, ...]:
     )
 
 
+def _summary(plan: ServingPlan, question: ServingQuestion) -> str:
+    """Returns the sizes and times of a plan in two lines."""
+    return (
+        f"{plural(plan.engines, 'engine')} of mesh={plan.mesh}, rules serve: "
+        f"slots={plan.slots}, context={question.context}, chunk={plan.chunk}\n"
+        f"  first token after {duration(plan.first_token_seconds)}, then one each "
+        f"{duration(plan.token_seconds)} ({duration(plan.slowest_token_seconds)} while a "
+        f"prompt is read); {count(plan.tokens_per_second)} tokens/s in all"
+    )
+
+
 def _largest(plan: ServingPlan) -> str:
     """Returns the three largest parts of a step."""
     parts = sorted(plan.decode.parts.items(), key=lambda part: -part[1])[:3]
@@ -141,7 +169,7 @@ def _largest(plan: ServingPlan) -> str:
 def _facts(plan: ServingPlan) -> dict[str, Any]:
     return {
         "mesh": plan.mesh,
-        "replicas": plan.replicas,
+        "engines": plan.engines,
         "slots": plan.slots,
         "chunk": plan.chunk,
         "most_slots": plan.most_slots,
@@ -165,14 +193,29 @@ def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPl
     replicas = replicas_of(model, question)
     if not replicas or all(one.over(1, CHUNKS[0]) > 0 for one in replicas):
         raise _does_not_fit(model, question, replicas)
-    best = [(one, plan) for one in replicas if (plan := best_of(one.plans(), question))]
+    best = [
+        (one, plan)
+        for one in replicas
+        for engines in one.engines
+        if (plan := best_of(one.plans(engines), question))
+    ]
     if not best:
         raise _too_late(model, question, replicas)
-    best.sort(key=lambda pair: -pair[1].tokens_per_second)
+    most = max(plan.tokens_per_second for _, plan in best)
+    best.sort(key=lambda pair: _rank(pair[1], most))
     chosen, first = best[0]
-    shown = sorted({n for n in (*_SHOWN_SLOTS, first.slots) if n <= first.most_slots})
-    by_slots = tuple(chosen.plan(slots, first.chunk) for slots in shown)
-    return ServingPlans(model, question, tuple(plan for _, plan in best[:top]), by_slots)
+    own = first.slots // first.copies
+    shown = sorted({n for n in (*_SHOWN_SLOTS, own) if n * first.copies <= first.most_slots})
+    by_slots = tuple(chosen.plan(slots, first.chunk, first.engines) for slots in shown)
+    others = (plan for one, plan in best if one is chosen and plan is not first)
+    shown_plans = tuple(plan for _, plan in best[:top])
+    return ServingPlans(model, question, shown_plans, by_slots, next(others, None))
+
+
+def _rank(plan: ServingPlan, most: float) -> tuple[bool, float]:
+    """Returns the rank of a plan where the best answers `most` tokens per second."""
+    rate = plan.tokens_per_second
+    return (False, plan.first_token_seconds) if rate >= ALIKE * most else (True, -rate)
 
 
 def _does_not_fit(
@@ -185,7 +228,7 @@ def _does_not_fit(
             "  Name a cluster of another number of devices."
         )
     least = replicas[-1]
-    held, mesh = least.memory(1, CHUNKS[0]), least.plan(1, CHUNKS[0]).mesh
+    held, mesh = least.memory(1, CHUNKS[0]), least.plan(1, CHUNKS[0], least.engines[0]).mesh
     lines = [
         f"{model.name} does not fit {cluster.name}: its leanest mesh ({mesh}) needs "
         f"{gib(held.total)} on a device for one sequence of {question.context:,} tokens, and "
@@ -217,7 +260,7 @@ def _clusters(cluster: Cluster, suits: Callable[[Cluster], bool]) -> list[Cluste
 
 def _too_late(model: ServedModel, question: ServingQuestion, replicas: list[Replica]) -> MeshError:
     """Returns the error for times that no plan keeps, with what it takes to keep the rest."""
-    plans = [plan for one in replicas for plan in one.plans()]
+    plans = [plan for one in replicas for plan in one.plans(one.engines[0])]
     slo, cluster = question.slo, question.cluster
     lines = [f"no plan of {model.name} on {cluster.name} keeps {_text(slo)}."]
     ways = (
@@ -239,10 +282,10 @@ def _too_late(model: ServedModel, question: ServingQuestion, replicas: list[Repl
 
     def keeps(other: Cluster) -> bool:
         asked = dataclasses.replace(question, cluster=other)
-        return any(best_of(one.plans(), asked) for one in replicas_of(model, asked))
+        return any(best_of(one.plans(one.engines[0]), asked) for one in replicas_of(model, asked))
 
     shorter = dataclasses.replace(question, prompt=max(question.prompt // 4, 1))
-    if any(best_of(one.plans(), shorter) for one in replicas_of(model, shorter)):
+    if any(best_of(one.plans(one.engines[0]), shorter) for one in replicas_of(model, shorter)):
         lines.append(f"  Prompts of {shorter.prompt:,} tokens keep it.")
     lines += [f"  Take {other.name}." for other in _clusters(cluster, keeps)]
     return MeshError("\n".join(lines))

@@ -1,8 +1,9 @@
 """The best mesh, slots and chunk for serving a model on a cluster.
 
-The devices are replicas, each an engine of its own over `expert` and `tensor`. In the steady state
-every slot decodes, at every length from that of a prompt to that of the context, and each answer
-that ends makes room for a prompt, which is read in chunks by the same steps.
+The devices hold copies of the model, each over `expert` and `tensor`. A copy has an engine of its
+own, or one engine steps all copies together, along `data`. In the steady state every slot decodes,
+at every length from that of a prompt to that of the context, and each answer that ends makes room
+for a prompt, which is read in chunks by the same steps.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from shardlib.plan.serving.served_model import ServedModel
 SLOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 """Tokens of prompts in a step."""
-_ALIKE = 0.98
+ALIKE = 0.98
 """Share of the most tokens per second that makes plans alike."""
 _TEMPORARY_BYTES = 2**26
 """Of tables, masks and buffers of collectives; compiled steps of 8B hold 77 MB of temporaries in
@@ -53,14 +54,16 @@ class ServingMemory:
 
 @dataclasses.dataclass(frozen=True)
 class ServingPlan:
-    """Replicas of a mesh, each with an engine of some slots and chunk, and its predicted times."""
+    """Engines of a mesh, each with some slots and chunk, and their predicted times."""
 
     layout: Layout
-    """`data` replicas of `expert` x `tensor` devices."""
+    """`data` copies of the model on `expert` x `tensor` devices each."""
+    engines: int
+    """Engines, which share the copies."""
     slots: int
-    """Sequences that a replica continues at once."""
+    """Sequences that an engine continues at once."""
     chunk: int
-    """Tokens of prompts that a step reads at most."""
+    """Tokens of prompts that a step of each copy reads at most."""
     memory: ServingMemory
     decode: StepTime
     """Of a step that decodes."""
@@ -69,20 +72,21 @@ class ServingPlan:
     prompt: int
     answer: int
     most_slots: int
-    """Slots that fit the memory of a replica."""
+    """Slots of an engine that fit the memory."""
     longest_context: int
-    """Tokens of the longest sequence that fits the memory of a replica."""
+    """Tokens of the longest sequence that fits the memory of a copy."""
 
     @property
     def mesh(self) -> str:
-        """The mesh of one replica."""
-        degrees = {"expert": self.layout.expert, "tensor": self.layout.tensor}
+        """The mesh of one engine."""
+        layout = self.layout
+        degrees = {"data": self.copies, "expert": layout.expert, "tensor": layout.tensor}
         return ",".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "data=1"
 
     @property
-    def replicas(self) -> int:
-        """Engines, each over a mesh of its own."""
-        return self.layout.data
+    def copies(self) -> int:
+        """Copies of the model in an engine, which divide its slots."""
+        return self.layout.data // self.engines
 
     @property
     def first_token_seconds(self) -> float:
@@ -101,16 +105,18 @@ class ServingPlan:
 
     @property
     def reading_share(self) -> float:
-        """Share of the steps that read prompts in the steady state; 1 if prompts take all."""
-        return min(self.slots * self.prompt / (self.answer * self.chunk), 1.0)
+        """Share of the steps of an engine that read prompts in the steady state; 1 if prompts take
+        all. A prompt of one copy slows the step of all, and copies get prompts independently."""
+        own = self.slots / self.copies * self.prompt / (self.answer * self.chunk)
+        return 1 - (1 - min(own, 1.0)) ** self.copies
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of answers per second in the steady state, of all replicas."""
+        """Tokens of answers per second in the steady state, of all engines."""
         share = self.reading_share
         mean = share * self.mixed.total + (1 - share) * self.decode.total
-        answered = min(self.slots, self.answer * self.chunk / self.prompt)
-        return self.replicas * answered / mean
+        answered = min(self.slots / self.copies, self.answer * self.chunk / self.prompt)
+        return self.layout.data * answered / mean
 
     def late(self, question: ServingQuestion) -> bool:
         """Whether it misses a time of the question."""
@@ -121,7 +127,7 @@ class ServingPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """A mesh for a model: what it holds, and what its steps take."""
+    """Devices for a copy of a model: what they hold, and what their steps take."""
 
     model: ServedModel
     question: ServingQuestion
@@ -140,13 +146,13 @@ class Replica:
         return usable(capacity_bytes(self.question.cluster))
 
     def memory(self, slots: int, chunk: int) -> ServingMemory:
-        """Returns the memory of an engine."""
+        """Returns the memory of a device, with `slots` for each copy."""
         dims, tensor = self.model.dims, self.layout.tensor
         rows = slots + chunk
         values = rows * (4 * dims.embed + 3 * dims.mlp / tensor)
         readers = slots + chunk // self.question.lane
         values += 2 * _KEYS * readers * dims.kv_width / kv_cut(dims, self.layout)
-        held = self.model.width * values + _LOGIT_BYTES * rows * dims.vocab / tensor
+        held = self.model.widths.other * values + _LOGIT_BYTES * rows * dims.vocab / tensor
         return ServingMemory(
             weights=self.weight_bytes,
             # One page more, which nothing reads.
@@ -156,12 +162,12 @@ class Replica:
         )
 
     def over(self, slots: int, chunk: int) -> float:
-        """Returns the bytes by which an engine exceeds the memory of a device; negative if it
-        fits."""
+        """Returns the bytes by which a copy with `slots` exceeds the memory of a device; negative
+        if it fits."""
         return self.memory(slots, chunk).total - self.usable_bytes
 
     def most_slots(self, chunk: int) -> int:
-        """Returns the slots that fit."""
+        """Returns the slots of a copy that fit."""
         # Memory is linear in the slots.
         free = -self.over(0, chunk)
         slots = max(int(free / (self.over(1, chunk) + free)), 0)
@@ -187,7 +193,7 @@ class Replica:
         return pricing.Machine(self.layout, software, cluster, rates, links_of)
 
     def step(self, slots: int, chunk: int = 0) -> StepTime:
-        """Returns the time of a step."""
+        """Returns the time of a step, with `slots` for each copy."""
         question = self.question
         work = ServedStep(
             slots=slots,
@@ -196,14 +202,16 @@ class Replica:
             lane=question.lane,
             before=question.prompt / 2,
         )
-        costs = step_costs(self.model.dims, work, self.layout, self.model.width)
+        costs = step_costs(self.model.dims, work, self.layout, self.model.widths)
         return pricing.step_time(costs, self.machine)
 
-    def plan(self, slots: int, chunk: int) -> ServingPlan:
-        """Returns the plan of an engine."""
+    def plan(self, slots: int, chunk: int, engines: int) -> ServingPlan:
+        """Returns the plan of some engines, with `slots` for each copy."""
+        copies = self.layout.data // engines
         return ServingPlan(
             layout=self.layout,
-            slots=slots,
+            engines=engines,
+            slots=slots * copies,
             chunk=chunk,
             memory=self.memory(slots, chunk),
             decode=self.step(slots),
@@ -211,16 +219,21 @@ class Replica:
             mixed=self.step(slots, min(chunk, _up(self.question.prompt, self.question.lane))),
             prompt=self.question.prompt,
             answer=self.question.answer,
-            most_slots=self.most_slots(chunk),
+            most_slots=self.most_slots(chunk) * copies,
             longest_context=self.longest_context(chunk),
         )
 
-    def plans(self) -> Iterator[ServingPlan]:
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Numbers of engines to try: one for each copy, and one for all."""
+        return tuple(dict.fromkeys((self.layout.data, 1)))
+
+    def plans(self, engines: int) -> Iterator[ServingPlan]:
         """Yields the plans that fit the memory."""
         for chunk in chunks_for(self.question):
             most = self.most_slots(chunk)
             for slots in sorted({n for n in (*SLOTS, most) if 0 < n <= min(most, SLOTS[-1])}):
-                yield self.plan(slots, chunk)
+                yield self.plan(slots, chunk, engines)
 
 
 def chunks_for(question: ServingQuestion) -> list[int]:
@@ -229,7 +242,7 @@ def chunks_for(question: ServingQuestion) -> list[int]:
 
 
 def replicas_of(model: ServedModel, question: ServingQuestion) -> list[Replica]:
-    """Returns the meshes of replicas that the rules `serve` allow, leanest last.
+    """Returns the ways to lay out a copy that the rules `serve` allow, leanest last.
 
     Raises:
         MeshError: If nothing is known about the devices.
@@ -266,5 +279,5 @@ def best_of(plans: Iterator[ServingPlan], question: ServingQuestion) -> ServingP
     alike in that, it has the soonest first token."""
     kept = [plan for plan in plans if not plan.late(question)]
     most = max((plan.tokens_per_second for plan in kept), default=0.0)
-    alike = (plan for plan in kept if plan.tokens_per_second >= _ALIKE * most)
+    alike = (plan for plan in kept if plan.tokens_per_second >= ALIKE * most)
     return min(alike, key=lambda plan: plan.first_token_seconds, default=None)

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 from shardlib import hf
 from shardlib.config import from_dict
 from shardlib.cost.layout import Layout
+from shardlib.cost.serving.step import Widths
 from shardlib.cost.workload import Transformer
 from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, functional
+from shardlib.functional.quantized import Bits, as_served
 from shardlib.mesh import abstract_mesh, entry_axes
+from shardlib.paths import named_leaves
 from shardlib.plan.api import of_dims
 from shardlib.plan.workloads.named_models import NAMED, canonical, named_model
 from shardlib.registry import DataSpec, ModelFamily, family, sizes
@@ -27,21 +30,17 @@ from shardlib.sharding.partition import place
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A decoder whose weights and cache have `width` bytes an element."""
+    """A decoder with its weights as they are served, and its cache."""
 
     name: str
+    num_params: int
     dims: Transformer
     module: FunctionalModule
-    page_elements: int
-    """Elements of the cache for one position."""
+    position_bytes: int
+    """Bytes of the cache for one position, on all devices."""
     longest: int | None
     """Positions that the model has; None for any number."""
-    width: int = 2
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.module.shapes()[0]))
+    widths: Widths
 
     def weight_bytes(self, layout: Layout) -> int:
         """Returns the bytes of the parameters on one device.
@@ -49,49 +48,63 @@ class ServedModel:
         Raises:
             RuleError: If the rules `serve` cannot cut a parameter.
         """
-        params, _ = self.module.shapes()
         degrees = _degrees(layout)
         mesh = abstract_mesh(degrees, math.prod(degrees.values()))
-        placed = place(params, self.module.axes, SERVE, mesh)
-        return sum(
-            math.prod(one.shape) * self.width // one.shards(degrees) for one in placed.values()
-        )
+        total = 0
+        for tree in self.module.shapes():
+            placed, leaves = place(tree, self.module.axes, SERVE, mesh), named_leaves(tree)
+            total += sum(_nbytes(leaves[path]) // placed[path].shards(degrees) for path in placed)
+        return total
 
     def page_bytes(self, layout: Layout, page_size: int) -> int:
         """Returns the bytes of one page of the cache on one device."""
         degrees = _degrees(layout)
         heads = SERVE.spec(("kv_heads",), (self.dims.kv_heads,), degrees, "activations")
         parts = math.prod(degrees[axis] for axis in entry_axes(heads[0]))
-        return self.page_elements * page_size * self.width // parts
+        return self.position_bytes * page_size // parts
 
 
 def _degrees(layout: Layout) -> dict[str, int]:
     return {"expert": layout.expert, "tensor": layout.tensor}
 
 
-def served_model(model: Any, width: int = 2) -> ServedModel:
+def served_model(
+    model: Any,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    weights: Bits | None = None,
+    cache: Bits | None = None,
+) -> ServedModel:
     """Returns a model to serve.
 
     Args:
         model: A name such as `llama3-8b`, a Hugging Face folder with a config.json, the config
             of a decoder, or the config of a run.
-        width: Bytes of an element.
+        dtype: Of weights and the cache.
+        weights, cache: As in `Engine`.
 
     Raises:
         ModelError: If the model is unknown, or is not a decoder that the engine runs.
     """
+    return _of_config(*described(model), dtype, weights, cache)
+
+
+def described(model: Any) -> tuple[str, Any, DataSpec]:
+    """Returns the name of a model to serve, its config and its data.
+
+    Raises:
+        ModelError: If it is unknown.
+    """
     if hasattr(model, "served"):
-        name, config, spec = model.served()
-        return _of_config(name, config, spec, width)
+        return model.served()
     if not isinstance(model, str | Path):
-        return _of_config(str(getattr(model, "name", model)), model, DataSpec(), width)
+        return str(getattr(model, "name", model)), model, DataSpec()
     if (Path(model) / "config.json").exists():
-        found = hf.describe(model)
-        return _of_config(Path(model).name, found.config, DataSpec(), width)
+        return Path(model).name, hf.describe(model).config, DataSpec()
     key, known = canonical(str(model)), sizes()
     if key in known:
         name, fields = known[key]
-        return _of_config(key, from_dict(family(name).config, fields, key), DataSpec(), width)
+        return key, from_dict(family(name).config, fields, key), DataSpec()
     others = [name for name in known if family(known[name][0]).decoding is not None]
     if key in NAMED:
         raise ModelError(
@@ -102,21 +115,41 @@ def served_model(model: Any, width: int = 2) -> ServedModel:
     raise AssertionError("an unknown name is refused")
 
 
-def _of_config(name: str, config: Any, spec: DataSpec, width: int) -> ServedModel:
-    made = _served_family(name, config)
+def _of_config(
+    name: str,
+    config: Any,
+    spec: DataSpec,
+    dtype: jax.typing.DTypeLike,
+    weights: Bits | None,
+    cache: Bits | None,
+) -> ServedModel:
+    made = served_family(name, config)
     decoding = made.decoding
     assert decoding is not None
     assert made.dims is not None
-    module = functional(lambda rngs: made.make(config, spec, rngs))
-    pages = jax.eval_shape(lambda: decoding.pages(_made(module), 1, 1, 1))
+    whole = functional(lambda rngs: made.make(config, spec, rngs))
+    module = functional(lambda rngs: as_served(made.make(config, spec, rngs), dtype, weights))
+    kind = cache and jnp.dtype(cache)
+    pages = jax.eval_shape(lambda: decoding.pages(_made(module), 1, 1, 1, kind))
+    dims = of_dims(made.dims(config, spec))
+    position_bytes, width = sum(map(_nbytes, jax.tree.leaves(pages))), jnp.dtype(dtype).itemsize
     return ServedModel(
         name,
-        of_dims(made.dims(config, spec)),
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(whole.shapes()[0])),
+        dims,
         module,
-        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pages)),
+        position_bytes,
         decoding.max_length(config),
-        width,
+        Widths(
+            width,
+            width if weights is None else jnp.dtype(weights).itemsize,
+            position_bytes / (dims.layers * dims.kv_width),
+        ),
     )
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _made(module: FunctionalModule) -> Any:
@@ -126,7 +159,8 @@ def _made(module: FunctionalModule) -> Any:
     return module.merge(params, state, jax.random.key(0))
 
 
-def _served_family(name: str, config: Any) -> ModelFamily:
+def served_family(name: str, config: Any) -> ModelFamily:
+    """Returns the family of a decoder; raises `ModelError` if the engine does not run it."""
     made = family(config.name) if isinstance(getattr(config, "name", None), str) else None
     if made is None or made.decoding is None or made.dims is None:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Frozen kernels in 8 or 4 bits, which shrink the base of a fine-tuning run.
+"""Frozen kernels in 8 or 4 bits, which shrink the base of a fine-tuning run and a served model.
 
 - `int8`: one scale for each output; the largest weight is 127.
 - `nf4`: 16 levels that hold equal shares of a normal distribution, two weights a byte, one scale
@@ -20,9 +20,11 @@ import numpy as np
 from flax import nnx
 
 from shardlib.errors import ModelError, did_you_mean
-from shardlib.finetune.projections import axes_of, matched, num_dims, variable
+from shardlib.functional.projections import axes_of, matched, num_dims, variable
 
 Kind = Literal["int8", "nf4"]
+Bits = Literal["int8"]
+"""What weights and the cache of a served model may have in place of its dtype."""
 
 _BLOCK = 64
 _LEVELS = np.array(
@@ -161,6 +163,28 @@ def quantize(
         dtype = module.kernel[...].dtype if keep_dtype else None
         module.kernel = QuantizedKernel(module.kernel, kind, *num_dims(module), dtype)
     return model
+
+
+def check_bits(**kinds: str | None) -> None:
+    """Raises `ModelError` for bits that weights or the cache cannot have."""
+    if wrong := [
+        f"{name}={kind!r}" for name, kind in kinds.items() if kind not in (None, *get_args(Bits))
+    ]:
+        raise ModelError(
+            f"{', '.join(wrong)} is not known.\n  Give 'int8', or leave it out for the dtype of "
+            "the model."
+        )
+
+
+def as_served(model: nnx.Module, dtype: jax.typing.DTypeLike, bits: Bits | None) -> nnx.Module:
+    """Returns a model in evaluation mode whose numbers have `dtype`, and its kernels of layers 8
+    bits if asked for. Meant to be traced: `model` is changed."""
+    model.eval()
+    numbers = jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, nnx.state(model)
+    )
+    nnx.update(model, numbers)
+    return model if bits is None else quantize(model, bits, keep_dtype=True)
 
 
 def _last_input(module: Any) -> int:
