@@ -2,8 +2,9 @@
 
 Rows of 4,096 random tokens, the same model, loss and optimizer (AdamW, parameters in float32,
 matmuls in bfloat16) for shardlib's training step, for the hand-written `plain_jax.py` and for
-`torch_llama.py` under `torch.compile` with each of PyTorch's attentions. Each runs in a process of
-its own, so that memory is released; a step's time is the median over windows of steps.
+`torch_llama.py` under `torch.compile` with each of PyTorch's attentions; and shardlib's step once
+more with its matmuls in fp8. Each runs in a process of its own, so that memory is released; a
+step's time is the median over windows of steps.
 
 MFU counts model FLOPs by the causal convention, 6 for each matmul weight and token and 12 for each
 pair of positions that causal attention needs, head and dim; recomputation does not count. It is
@@ -32,6 +33,7 @@ from plain_jax import PlainConfig
 MFU_CONVENTION = "causal attention, model FLOPs without recomputation, dense bf16 peak"
 TINY = {"layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
 TINY |= {"vocab": 256, "batch": 2, "length": 32, "warmup": 2, "steps": 2, "windows": 2}
+JAX_ROWS = ("shardlib", "plain_jax", "shardlib_fp8")
 HERE = Path(__file__).parent
 
 
@@ -58,10 +60,12 @@ def train_in_jax(flags: argparse.Namespace) -> dict[str, Any]:
     from step_overhead import plain_trainer, shardlib_trainer
 
     config, mesh = plain_config(flags), make_mesh("data", jax.devices()[:1])
-    if flags.row == "shardlib":
-        trainer = shardlib_trainer(config, mesh, length=flags.length, steps=1000)
-    else:
+    if flags.row == "plain_jax":
         trainer = plain_trainer(config, mesh, steps=1000)
+    else:
+        precision = "fp8" if flags.row == "shardlib_fp8" else None
+        sizes = {"length": flags.length, "steps": 1000}
+        trainer = shardlib_trainer(config, mesh, **sizes, precision=precision)
     rows = jax.NamedSharding(mesh, jax.P("data"))
     batch = jax.device_put(random_batch(config, flags.batch, flags.length), rows)
     state, step = trainer.state, trainer.step
@@ -143,7 +147,7 @@ def contenders(flags: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     own = [sys.executable, str(HERE / "gpu_train.py"), *sizes]
     own += [f"--jax-attention={flags.jax_attention}"] + ["--dry-run"] * flags.dry_run
     attention = "xla" if flags.dry_run else flags.jax_attention
-    rows = {name: ([*own, f"--row={name}"], attention) for name in ("shardlib", "plain_jax")}
+    rows = {name: ([*own, f"--row={name}"], attention) for name in JAX_ROWS}
     if importlib.util.find_spec("torch") is None:
         return rows
     kinds = ["math"] if flags.dry_run else flags.torch_attention.split(",")
@@ -188,8 +192,9 @@ def compare(flags: argparse.Namespace) -> dict[str, Any]:
     num_params, flops = model_facts(flags)
     rows: dict[str, dict[str, Any]] = {}
     for name, (command, attention) in contenders(flags).items():
-        print(f"{name} ...", flush=True)
+        print(name, end=" ", flush=True)
         row = run(command, flags)
+        print(f"{row.get('tokens_per_second', 0):,.0f} tokens/s", flush=True)
         if "error" not in row:
             peak = peak_flops(row["device"])
             row["mfu"] = flops / row["step_seconds"] / peak if peak else None
@@ -224,7 +229,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--torch-attention", default="flash,cudnn,flex", help="each is a row")
     parser.add_argument("--xla-flags", default="", help="added to XLA_FLAGS of the JAX rows")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--row", choices=("shardlib", "plain_jax"), help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=JAX_ROWS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ medians of the rounds.
 
 - tokens_per_second: tokens of answers over wall time, and their `ratio`;
 - host_share: of a step, the time that neither runs the program nor waits for it, without overlap;
-- programs: compiled steps, and how many more after the first round;
+- programs: compiled steps, and how many more after the warm-up;
 - prefix_ratio: time to the first token of a prompt of 1,024 tokens of which 90 % are in the cache,
   over that of a new one;
 - stall_ratio: 99th percentile of the time of a step while a prompt of 2,048 tokens is read in
@@ -78,7 +78,7 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
     pages = asked.slots * 40
     engine = sl.Engine(loaded, context=2304, slots=asked.slots, pages=pages, prefix_cache=False)
-    engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
+    engine.warm_up()
     programs = engine.stats().num_compiled
     ours, theirs = [rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)])], []
     held = weights + sum(x.nbytes for x in jax.tree.leaves(engine._state.pages))
@@ -135,7 +135,7 @@ class Peer:
 
 def host_share(loaded: Any, prompts: list[list[int]]) -> float:
     engine = sl.Engine(loaded, context=512, pages=32 * 40, overlap=False)
-    ours_of(engine, prompts[:2])
+    engine.warm_up()
     run, waited = engine._programs.run, [0.0]
 
     def timed(*arguments: Any) -> Any:
@@ -152,7 +152,7 @@ def host_share(loaded: Any, prompts: list[list[int]]) -> float:
 
 def stall_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
     engine = sl.Engine(loaded, context=2304, pages=32 * 40, chunk=64)
-    engine.generate([[1] * 100], max_tokens=2)
+    engine.warm_up()
     for _ in range(8):
         engine.submit(rng.integers(0, vocab, 64).tolist(), max_tokens=200, ignore_end=True)
     for _ in range(20):
@@ -175,7 +175,7 @@ def step_seconds(engine: sl.Engine) -> float:
 
 def prefix_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
     engine = sl.Engine(loaded, context=2304, pages=32 * 40)
-    engine.generate([[1, 2, 3], [1] * 300], max_tokens=2)
+    engine.warm_up()
 
     def first_token_seconds(prompt: list[int]) -> float:
         start = time.perf_counter()

@@ -53,8 +53,11 @@ class Trainer:
         self.losses.append(float(metrics["loss"]))
 
 
-def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int) -> Trainer:
-    """Returns shardlib's transformer of these sizes with its optimizer and step."""
+def shardlib_trainer(
+    config: PlainConfig, mesh: Any, *, length: int, steps: int, precision: str | None = None
+) -> Trainer:
+    """Returns shardlib's transformer of these sizes with its optimizer and step, by default in the
+    precision of the sizes."""
     import shardlib as sl
     from shardlib.optim.build import OptimizerConfig, build_optimizer
     from shardlib.registry import DataSpec
@@ -73,7 +76,7 @@ def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int)
         state = sl.init_state(lambda rngs: FAMILY.make(model, data, rngs), optimizer.transform)
         step = sl.make_train_step(
             functools.partial(FAMILY.loss, train=True),
-            precision="bf16" if dtype == "bfloat16" else "f32",
+            precision=precision or ("bf16" if dtype == "bfloat16" else "f32"),
             schedule=optimizer.schedule,
         )
     return Trainer(state, step)
