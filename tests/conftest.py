@@ -109,7 +109,9 @@ def pytest_collection_modifyitems(config, items):
     asked = config.getoption("-m")
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda,cpu and an NVIDIA GPU"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda,cpu and an NVIDIA GPU")
+            )
         if item.get_closest_marker("soak") and "soak" not in asked:
             item.add_marker(pytest.mark.skip(reason="runs with -m soak"))
 

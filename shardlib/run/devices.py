@@ -101,11 +101,13 @@ def deterministic_flags(given: str) -> str:
 
 
 def _is_running() -> bool:
-    """Whether JAX has started its devices; it then rejects this setting, even unchanged."""
+    """Whether JAX has started its devices; it then rejects another value of this setting."""
+    value = jax.config.values["jax_num_cpu_devices"]
     try:
-        jax.config.update("jax_num_cpu_devices", jax.config.values["jax_num_cpu_devices"])
+        jax.config.update("jax_num_cpu_devices", value + 1)
     except RuntimeError:
         return True
+    jax.config.update("jax_num_cpu_devices", value)
     return False
 
 

@@ -316,8 +316,9 @@ def dry_run():
 def test_dry_run_has_a_row_for_each_contender(dry_run):
     figures = json.loads(dry_run[-1])
     rows = figures["rows"]
-    assert list(rows) == ["shardlib", "plain_jax", "torch_math" if HAS_TORCH else "torch"]
-    for name in ("shardlib", "plain_jax", *(["torch_math"] if HAS_TORCH else [])):
+    in_jax = ["shardlib", "plain_jax", "shardlib_fp8"]
+    assert list(rows) == [*in_jax, "torch_math" if HAS_TORCH else "torch"]
+    for name in (*in_jax, *(["torch_math"] if HAS_TORCH else [])):
         row = rows[name]
         assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["step_seconds"])
         # A model that knows nothing gives each of 256 tokens the same chance.

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from shardlib.errors import ConfigError
+from shardlib.run import devices
 from shardlib.run.devices import deterministic_flags, make_deterministic
 
 BOTH = "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0"
@@ -85,3 +86,12 @@ def test_a_cpu_needs_nothing(monkeypatch):
     monkeypatch.setitem(jax.config.values, "jax_platforms", None)
     assert make_deterministic() == "cpu needs nothing more for it"
     assert os.environ.get("XLA_FLAGS") == flags
+
+
+def test_it_is_known_whether_jax_runs():
+    before = jax.config.values["jax_num_cpu_devices"]
+    asked = "from shardlib.run import devices; import jax; print(devices._is_running())"
+    assert python(asked, JAX_PLATFORMS="cpu").stdout == "False\n"
+    jax.devices()
+    assert devices._is_running()
+    assert jax.config.values["jax_num_cpu_devices"] == before
