@@ -27,10 +27,25 @@ class Field:
     """Its value where config.json lacks the field. If it is None, None is not written."""
     values: Mapping[Any, Any] | None = None
     """Their values by ours, where they differ; None: the values are the same."""
+    others: bool = False
+    """Whether values beside `values` are the same in both, and not faults."""
     resolved: str | None = None
     """A property of our config with the value to write; None for the field itself."""
     aliases: tuple[str, ...] = ()
     """Other names that some versions write."""
+
+    def read(self, value: object) -> Any:
+        """Returns our value for theirs; `REQUIRED` if it is not supported."""
+        if self.values is None:
+            return value
+        default = value if self.others else REQUIRED
+        return next((own for own, other in self.values.items() if other == value), default)
+
+    def write(self, value: object) -> Any:
+        """Returns their value for ours; `REQUIRED` if it is not supported."""
+        if self.values is None:
+            return value
+        return self.values.get(value, value if self.others else REQUIRED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +70,7 @@ class Architecture:
     """Fields of config.json by name, with a dot for one of a part: `text_config.vocab_size`."""
     fixed: Mapping[str, Any]
     """Fields of config.json that must have one value, which is also their default."""
-    ours: Mapping[str, Any]
+    ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config that have one value, by name as in `Field.ours`."""
     converters: tuple[Converter, ...] = ()
     table: Callable[[Any], tuple[TensorRow, ...]]
@@ -85,12 +100,10 @@ class Architecture:
             value = next((one for one in held if one is not REQUIRED), field.default)
             if value is REQUIRED:
                 faults.append(f"{name} is missing.")
-            elif field.values is None:
-                flat[field.ours] = value
-            elif (key := _key(field.values, value)) is not None:
-                flat[field.ours] = key
+            elif (own := field.read(value)) is not REQUIRED:
+                flat[field.ours] = own
             else:
-                known = ", ".join(map(repr, field.values.values()))
+                known = ", ".join(map(repr, (field.values or {}).values()))
                 faults.append(f"{name} is {value!r}; supported: {known}.")
         faults += [
             f"{name} is {_held(theirs, name, None)!r}; supported: {value!r}."
@@ -134,10 +147,10 @@ class Architecture:
             value = _get(config, field.resolved or field.ours)
             if value is None and field.default is None:
                 continue
-            if field.values is not None and value not in field.values:
+            if (written := field.write(value)) is REQUIRED:
                 faults.append(f"{field.ours} is {value!r}.")
-                continue
-            theirs[name] = value if field.values is None else field.values[value]
+            else:
+                theirs[name] = written
         if faults:
             raise ModelError(
                 f"{self.name} cannot express this model:\n  "
@@ -166,10 +179,6 @@ class _Fields(dict[str, Any]):
             return self[name]
         except KeyError:
             return default
-
-
-def _key(values: Mapping[Any, Any], value: object) -> Any:
-    return next((key for key, other in values.items() if other == value), None)
 
 
 def _held(theirs: Mapping[str, Any], name: str, default: Any) -> Any:

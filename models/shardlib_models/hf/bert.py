@@ -6,29 +6,25 @@ from typing import Any
 
 from shardlib.hf import Architecture, Converter, Field, TensorRow, rows
 from shardlib_models.bert import BertFields
-from shardlib_models.hf.encoder_fields import CLASSES, SIZES
+from shardlib_models.hf.encoder_fields import CLASSES, SIZES, layers
+
+_LAYERS = {
+    "projections": "attention.self.query attention.self.key attention.self.value "
+    "attention.output.dense",
+    "mlp": "intermediate.dense output.dense",
+    "norms": "attention.output.LayerNorm output.LayerNorm",
+}
 
 
 def _encoder(name: str) -> tuple[TensorRow, ...]:
     """Returns the rows of an encoder whose tensors begin with a name."""
-    start, layer = f"{name}.embeddings", f"{name}.encoder.layer.{{layers}}"
+    start = f"{name}.embeddings"
     return rows(f"""
 encoder/token_embedding/embedding  {start}.word_embeddings.weight  vocab embed
 encoder/position_embedding/embedding  {start}.position_embeddings.weight  positions embed
 encoder/type_embedding/embedding  {start}.token_type_embeddings.weight  types embed
 encoder/norm/scale|bias  {start}.LayerNorm.weight|bias  (norm)
-encoder/layers/attention/query/kernel  {layer}.attention.self.query.weight  heads*head_dim embed
-encoder/layers/attention/query/bias  {layer}.attention.self.query.bias  heads*head_dim
-encoder/layers/attention/key/kernel  {layer}.attention.self.key.weight  kv_heads*head_dim embed
-encoder/layers/attention/key/bias  {layer}.attention.self.key.bias  kv_heads*head_dim
-encoder/layers/attention/value/kernel  {layer}.attention.self.value.weight  kv_heads*head_dim embed
-encoder/layers/attention/value/bias  {layer}.attention.self.value.bias  kv_heads*head_dim
-encoder/layers/attention/out/kernel  {layer}.attention.output.dense.weight  embed heads*head_dim
-encoder/layers/attention/out/bias  {layer}.attention.output.dense.bias  embed
-encoder/layers/attention_norm/scale|bias  {layer}.attention.output.LayerNorm.weight|bias  (norm)
-encoder/layers/mlp/up/kernel|bias  {layer}.intermediate.dense.weight|bias  (mlp) embed
-encoder/layers/mlp/down/kernel|bias  {layer}.output.dense.weight|bias  (embed) mlp
-encoder/layers/mlp_norm/scale|bias  {layer}.output.LayerNorm.weight|bias  (norm)
+{layers("encoder/layers", f"{name}.encoder.layer.{{layers}}", **_LAYERS)}
 """)
 
 

@@ -1,4 +1,4 @@
-"""Fields that the tables of encoders share."""
+"""Fields and rows that the tables of encoders share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,6 +24,50 @@ SIZES = {
     "initializer_range": Field("init_stddev", 0.02),
 }
 """The fields of encoders as BERT and ViT name them."""
+
+PIXELS = {
+    "image_size": Field("image_size", 224),
+    "patch_size": Field("patch_size", 16),
+    "num_channels": Field("channels", 3),
+}
+"""The fields of encoders of images."""
+
+
+def attention(ours: str, theirs: str, names: str) -> str:
+    """Returns the rows of the projections of attention as text.
+
+    Args:
+        ours: The path of the attention.
+        theirs: The start of the names of its tensors.
+        names: The rest for query, key, value and output, separated by spaces.
+    """
+    query, key, value, out = (f"{theirs}.{name}" for name in names.split())
+    return f"""
+{ours}/query/kernel|bias  {query}.weight|bias  (heads*head_dim) embed
+{ours}/key/kernel|bias  {key}.weight|bias  (kv_heads*head_dim) embed
+{ours}/value/kernel|bias  {value}.weight|bias  (kv_heads*head_dim) embed
+{ours}/out/kernel|bias  {out}.weight|bias  (embed) heads*head_dim
+"""
+
+
+def layers(ours: str, theirs: str, *, projections: str, mlp: str, norms: str) -> str:
+    """Returns the rows of the layers of an encoder as text.
+
+    Args:
+        ours: The path of the layers.
+        theirs: The start of the names of their tensors.
+        projections: The rest for query, key, value and output of attention, separated by spaces.
+        mlp: The rest for the two projections of the MLP.
+        norms: The rest for the norms of attention and of the MLP.
+    """
+    up, down, *norm = (f"{theirs}.{name}" for name in [*mlp.split(), *norms.split()])
+    return f"""
+{attention(f"{ours}/attention", theirs, projections)}
+{ours}/attention_norm/scale|bias  {norm[0]}.weight|bias  (norm)
+{ours}/mlp/up/kernel|bias  {up}.weight|bias  (mlp) embed
+{ours}/mlp/down/kernel|bias  {down}.weight|bias  (embed) mlp
+{ours}/mlp_norm/scale|bias  {norm[1]}.weight|bias  (norm)
+"""
 
 
 def part(

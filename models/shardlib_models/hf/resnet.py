@@ -1,6 +1,6 @@
 """ResNet 1.5 with its head for classes of images, and the running statistics of its norms."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shardlib.hf import Architecture, Converter, Field, TensorRow, rows
@@ -9,19 +9,14 @@ from shardlib_models.resnet import DEPTHS, ResNetConfig
 
 
 def _table(config: ResNetConfig) -> tuple[TensorRow, ...]:
-    stem = _conv_norm("stem", "resnet.embedder.embedder")
-    head = "head/kernel|bias  classifier.1.weight|bias  (classes) conv_in"
-    return rows("\n".join([stem, *_blocks(config), head]))
-
-
-def _blocks(config: ResNetConfig) -> Iterator[str]:
-    stages = enumerate(DEPTHS[config.depth])
-    places = [(stage, layer) for stage, count in stages for layer in range(count)]
-    for block, (stage, layer) in enumerate(places):
-        ours, theirs = f"blocks/{block}", f"resnet.encoder.stages.{stage}.layers.{layer}"
+    text = _conv_norm("stem", "resnet.embedder.embedder")
+    places = [(stage, n) for stage, count in enumerate(DEPTHS[config.depth]) for n in range(count)]
+    for block, (stage, number) in enumerate(places):
+        ours, theirs = f"blocks/{block}", f"resnet.encoder.stages.{stage}.layers.{number}"
+        text += _conv_norm(f"{ours}/shortcut", f"{theirs}.shortcut")
         for place in range(3):
-            yield _conv_norm(f"{ours}/branch/{place}", f"{theirs}.layer.{place}")
-        yield _conv_norm(f"{ours}/shortcut", f"{theirs}.shortcut")
+            text += _conv_norm(f"{ours}/branch/{place}", f"{theirs}.layer.{place}")
+    return rows(text + "head/kernel|bias  classifier.1.weight|bias  (classes) conv_in")
 
 
 def _conv_norm(ours: str, theirs: str) -> str:
@@ -32,40 +27,32 @@ def _conv_norm(ours: str, theirs: str) -> str:
 """
 
 
-def _read_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    width, depths = theirs["embedding_size"], list(theirs["depths"])
-    kind = theirs.get("layer_type", "bottleneck")
-    for depth in DEPTHS:
-        sizes = _write_sizes(ResNetConfig(depth=depth, width=width))
-        if (kind, depths) == (sizes["layer_type"], sizes["depths"]):
-            given, supported = list(theirs["hidden_sizes"]), sizes["hidden_sizes"]
-            if given != supported:
-                raise ValueError(f"hidden_sizes is {given}; supported: {supported}.")
-            return {"depth": depth, "width": width}
-    known = ", ".join(map(str, DEPTHS))
-    raise ValueError(f"depths is {depths} of {kind!r}; supported: ResNet {known}.")
+def _read_depth(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    given, width = {"layer_type": "bottleneck", **theirs}, theirs["embedding_size"]
+    known = {depth: _write_depth(ResNetConfig(depth=depth, width=width)) for depth in DEPTHS}
+    for depth, sizes in known.items():
+        if sizes.items() <= given.items():
+            return {"depth": depth}
+    named = ", ".join(f"{name}={given[name]!r}" for name in ("embedding_size", *known[50]))
+    raise ValueError(f"{named} are not the sizes of ResNet {', '.join(map(str, known))}.")
 
 
-def _write_sizes(config: ResNetConfig) -> dict[str, Any]:
-    return {
-        "embedding_size": config.width,
-        "hidden_sizes": config.widths,
-        "depths": list(DEPTHS[config.depth]),
-        "layer_type": "bottleneck" if config.expansion > 1 else "basic",
-    }
+def _write_depth(config: ResNetConfig) -> dict[str, Any]:
+    kind, depths = "bottleneck" if config.expansion > 1 else "basic", DEPTHS[config.depth]
+    return {"layer_type": kind, "depths": list(depths), "hidden_sizes": config.widths}
 
 
 RESNET = Architecture(
     name="ResNetForImageClassification",
     model_type="resnet",
-    fields={"num_channels": Field("channels", 3)},
+    fields={"num_channels": Field("channels", 3), "embedding_size": Field("width")},
     fixed={
         "hidden_act": "relu",
         "downsample_in_first_stage": False,
         "downsample_in_bottleneck": False,
     },
     ours={"stem": "imagenet", "bn_eps": 1e-5},
-    converters=(Converter(_read_sizes, _write_sizes), CLASSES),
+    converters=(Converter(_read_depth, _write_depth), CLASSES),
     table=_table,
     inputs="images",
     # How many batches the running statistics have seen; nothing depends on it.

@@ -3,45 +3,32 @@
 from typing import Any
 
 from shardlib.hf import Architecture, Field, TensorRow, rows
+from shardlib_models.hf.encoder_fields import attention
 
 
-def _attention(ours: str, theirs: str) -> str:
-    return f"""
-{ours}/query/kernel  {theirs}.q.weight  heads*head_dim embed
-{ours}/key/kernel  {theirs}.k.weight  kv_heads*head_dim embed
-{ours}/value/kernel  {theirs}.v.weight  kv_heads*head_dim embed
-{ours}/out/kernel  {theirs}.o.weight  embed heads*head_dim
+def _table(config: Any) -> tuple[TensorRow, ...]:
+    up = "wi_1" if config.mlp == "gated_gelu" else "wi"
+    text = """
+token_embedding/embedding  shared.weight  vocab embed
+head/kernel  lm_head.weight  vocab embed
 """
-
-
-def _stack(stack: str, mlp: int, gated: bool) -> str:
-    """Returns the rows of a stack whose layers have their MLP in the part of that number."""
-    counted = "encoder_layers" if stack == "encoder" else "layers"
-    ours, theirs = f"{stack}/layers", f"{stack}.block.{{{counted}}}.layer"
-    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    up = "wi_1" if gated else "wi"
-    return f"""
-{stack}/bias/table  {table}  buckets heads
+    # The MLP is the last part of a layer. The rows of cross-attention have no effect in an encoder.
+    for stack, counted, mlp in (("encoder", "encoder_layers", 1), ("decoder", "layers", 2)):
+        ours, theirs = f"{stack}/layers", f"{stack}.block.{{{counted}}}.layer"
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        text += f"""
+{stack}/bias/table  {bias}.weight  buckets heads
 {stack}/norm/scale  {stack}.final_layer_norm.weight  norm
 {ours}/attention_norm/scale  {theirs}.0.layer_norm.weight  norm
-{_attention(f"{ours}/attention", f"{theirs}.0.SelfAttention")}
+{attention(f"{ours}/attention", f"{theirs}.0.SelfAttention", "q k v o")}
+{ours}/cross_norm/scale  {theirs}.1.layer_norm.weight  norm
+{attention(f"{ours}/cross", f"{theirs}.1.EncDecAttention", "q k v o")}
 {ours}/mlp_norm/scale  {theirs}.{mlp}.layer_norm.weight  norm
 {ours}/mlp/gate/kernel  {theirs}.{mlp}.DenseReluDense.wi_0.weight  mlp embed
 {ours}/mlp/up/kernel  {theirs}.{mlp}.DenseReluDense.{up}.weight  mlp embed
 {ours}/mlp/down/kernel  {theirs}.{mlp}.DenseReluDense.wo.weight  embed mlp
 """
-
-
-def _table(config: Any) -> tuple[TensorRow, ...]:
-    gated, cross = config.mlp == "gated_gelu", "decoder.block.{layers}.layer.1"
-    return rows(f"""
-token_embedding/embedding  shared.weight  vocab embed
-head/kernel  lm_head.weight  vocab embed
-{_stack("encoder", 1, gated)}
-{_stack("decoder", 2, gated)}
-decoder/layers/cross_norm/scale  {cross}.layer_norm.weight  norm
-{_attention("decoder/layers/cross", f"{cross}.EncDecAttention")}
-""")
+    return rows(text)
 
 
 T5 = Architecture(
@@ -66,13 +53,8 @@ T5 = Architecture(
         "scale_decoder_outputs": Field("tied_embeddings", True, aliases=("tie_word_embeddings",)),
     },
     fixed={"is_encoder_decoder": True, "is_decoder": False},
-    ours={},
     table=_table,
     tied={"shared.weight": "lm_head.weight"},
     # Copies of the embedding, and a bias that no layer of T5 v1.0 reads.
-    ignored=(
-        "encoder.embed_tokens.weight",
-        "decoder.embed_tokens.weight",
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
-    ),
+    ignored=("*.embed_tokens.weight", "*.EncDecAttention.relative_attention_bias.weight"),
 )
