@@ -56,6 +56,9 @@ class ResNetConfig:
     """Weight of the past in the running batch statistics."""
     bn_eps: float = 1e-5
     """Value added to the variance in batch normalisation."""
+    init_from: str | None = None
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out."""
 
     @property
     def expansion(self) -> int:

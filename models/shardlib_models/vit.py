@@ -44,6 +44,9 @@ class VitConfig(PatchFields):
     name: Literal["vit"] = "vit"
     num_classes: int | None = None
     """Number of logits; null for the number of classes of the data."""
+    init_from: str | None = None
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out."""
 
 
 class Patches(nnx.Module):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,14 @@ class Loaded:
                 ids that it does not have; or further arrays have other rows, are missing, or are
                 none that the model takes.
         """
-        inputs, of = jnp.asarray(inputs), _INPUTS[self.architecture.inputs]
+        of = _INPUTS[self.architecture.inputs]
+        try:
+            inputs = jnp.asarray(inputs)
+        except (TypeError, ValueError):
+            kind = f"{type(inputs).__name__} {reprlib.repr(inputs)}"
+            raise ModelError(
+                f"the {of.name} are {kind}, expected {of.expected}.\n  {of.fix}"
+            ) from None
         if inputs.ndim != of.rank or not jnp.issubdtype(inputs.dtype, of.dtype):
             raise ModelError(
                 f"the {of.name} are {inputs.dtype}{list(inputs.shape)}, expected {of.expected}.\n"
@@ -154,7 +162,7 @@ _INPUTS = {
         2,
         jnp.integer,
         "integers [batch, length]",
-        "Give one row for each text, as in tokens[None].",
+        "Give one row of ids for each text, as in jnp.array([tokenizer.encode(text).ids]).",
     ),
     "images": _Inputs(
         "images",

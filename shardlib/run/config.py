@@ -119,12 +119,12 @@ class RunConfig:
 
     @staticmethod
     def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values of keys that others imply: the model's by its size or its folder, and the
-        tokenizer and the scale of pixels of the folder.
+        """Returns values of keys that others imply: the model's by its size or its folder, and what
+        the folder says of data.
 
         Raises:
             ConfigError: If the size is unknown, or keys of the model contradict its folder.
-            CheckpointError: If the folder or its config.json cannot be read.
+            CheckpointError: If the folder or a file of it cannot be read.
         """
         model, data = given.get("model"), given.get("data") or {}
         if not isinstance(model, Mapping) or not {"size", "init_from"} & model.keys():
@@ -132,18 +132,10 @@ class RunConfig:
         from shardlib.run import published
 
         values: dict[str, Any] = {"model": published.implied(model)}
-        kind = DATA_CONFIGS.get(data.get("kind", "text")) if isinstance(data, Mapping) else None
-        if (
-            kind is not None
-            and hasattr(kind, "tokenizer")
-            and "init_from" in model
-            and ("tokenizer" not in data)
-        ):
-            tokenizer = published.tokenizer_file(model["init_from"])
-            values |= {"data": {"tokenizer": tokenizer}} if tokenizer else {}
-        if kind is not None and hasattr(kind, "mean") and not {"mean", "std"} & data.keys():
-            pixels = published.pixels(model.get("init_from"))
-            values |= {"data": {**values.get("data", {}), **pixels}} if pixels else {}
+        if model.get("init_from") is not None and isinstance(data, Mapping):
+            values["data"] = published.implied_data(
+                {**values["model"], **model}, data, DATA_CONFIGS
+            )
         return values
 
     @staticmethod

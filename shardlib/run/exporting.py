@@ -1,6 +1,7 @@
 """Export of a run's model as a folder in the format of Hugging Face."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from shardlib import hf
 from shardlib.batch_kinds import DataSpec
 from shardlib.data.images.fields import ImageFields
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, read_tokenizer
-from shardlib.errors import DataError
+from shardlib.errors import CheckpointError, DataError
 from shardlib.finetune import merge, save_adapter
 from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
 from shardlib.run.config import RunConfig
 from shardlib.run.restore_model import Notify, restore_model
 from shardlib.train.offload import fetch
+
+_LOG = logging.getLogger(__name__)
 
 
 def export(
@@ -67,23 +70,32 @@ def export(
         save_adapter(model, folder, base=base, architecture=architecture)
         return int(state.step)
     hf.save(merge(model), folder, architecture=architecture)
-    if isinstance(restored.tokenizer, JsonTokenizer) and jax.process_index() == 0:
-        origin = getattr(parts.config.model, "init_from", None)
-        _add_tokenizer(restored.tokenizer, Path(folder), origin, parts.family.generate is not None)
     if jax.process_index() == 0:
-        _add_pixels(parts.config, parts.data, Path(folder))
+        origin = _origin(parts.config)
+        if isinstance(restored.tokenizer, JsonTokenizer):
+            generates = parts.family.generate is not None
+            _add_tokenizer(restored.tokenizer, Path(folder), origin, generates)
+        _add_pixels(parts.config, parts.data, Path(folder), origin)
     return int(state.step)
 
 
-def _add_pixels(config: RunConfig, data: DataSpec, folder: Path) -> None:
+def _origin(config: RunConfig) -> Path | None:
+    """Returns the folder that a run started from; None without one, or if it is gone."""
+    name = getattr(config.model, "init_from", None)
+    try:
+        return None if name is None else hf.folder_of(name, weights=False)
+    except CheckpointError as error:
+        _LOG.warning("the files beside the weights of %s are left out: %s", name, error)
+        return None
+
+
+def _add_pixels(config: RunConfig, data: DataSpec, folder: Path, origin: Path | None) -> None:
     """Writes how the data scale pixels, with the resizing of the folder that the model is from."""
     if not isinstance(config.data, ImageFields) or data.image_shape is None:
         return
-    origin = getattr(config.model, "init_from", None)
-    place = None if origin is None else hf.folder_of(origin, weights=False)
-    for name in () if place is None else (pixels.SHARED, pixels.OWN):
-        if place is not None and (place / name).is_file():
-            shutil.copyfile(place / name, folder / name)
+    for name in (pixels.SHARED, pixels.OWN):
+        if origin is not None and (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
     _, size, channels = data.image_shape
     pixels.write_pixels(
         folder,
@@ -96,12 +108,12 @@ def _add_pixels(config: RunConfig, data: DataSpec, folder: Path) -> None:
 
 
 def _add_tokenizer(
-    tokenizer: JsonTokenizer, folder: Path, origin: str | None, generates: bool
+    tokenizer: JsonTokenizer, folder: Path, origin: Path | None, generates: bool
 ) -> None:
     """Writes a tokenizer, with what its own folder says of chats and generation, or else with the
     token that ends a text."""
     tokenizer.save(folder / "tokenizer.json")
-    first = None if origin is None else Path(origin) / "tokenizer.json"
+    first = None if origin is None else origin / "tokenizer.json"
     if first is not None and _is_of(first, tokenizer):
         for file in map(first.with_name, COPIED):
             if file.is_file():

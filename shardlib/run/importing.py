@@ -10,6 +10,7 @@ import jax
 
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.data import MapSource, Tokenizer
+from shardlib.data.images.fields import ImageFields
 from shardlib.errors import ConfigError
 from shardlib.optim.config import OptimizerConfig
 from shardlib.run.checks import check_config, check_is_config
@@ -89,6 +90,10 @@ def _for_weights(config: RunConfig) -> RunConfig:
     if config.optimizer == OptimizerConfig():
         # Moments would only triple the checkpoint.
         config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
+    if isinstance(config.data, ImageFields):
+        # The images that come with the project have classes of their own, or captions.
+        images = dataclasses.replace(config.data, path=config.model.init_from)
+        return dataclasses.replace(config, data=images)
     longest = getattr(config.model, "max_positions", None)
     length = getattr(config.data, "sequence_length", None)
     if longest is None or length is None or length <= longest:
@@ -99,6 +104,8 @@ def _for_weights(config: RunConfig) -> RunConfig:
 
 
 def _no_data(config: RunConfig) -> NoData:
+    if not hasattr(config.data, "tokenizer"):
+        return NoData(config.data.spec(), None)
     tokenizer = _tokenizer(config)
     return NoData(config.data.with_tokenizer(config.data.spec(), tokenizer), tokenizer)
 

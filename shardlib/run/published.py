@@ -1,6 +1,7 @@
 """Published models in a config: by the name of their size, or by the folder of their weights."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardlib.config import from_dict
@@ -82,39 +83,47 @@ def check_agrees(found: Any, model: Any) -> None:
         )
 
 
-def tokenizer_file(folder: str | None) -> str | None:
-    """Returns the tokenizer of a folder; None without a folder.
+def implied_data(
+    model: Mapping[str, Any], data: Mapping[str, Any], kinds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the keys of data that a model with a folder implies: the kind of data that it takes,
+    its tokenizer, and the size and the scale of its images.
+
+    Args:
+        model: The keys of the model.
+        data: The given keys of the data.
+        kinds: The classes of data configs by kind.
 
     Raises:
-        ConfigError: If the folder has none: one of its own would not fit the weights.
+        ConfigError: If the data need a tokenizer, and the folder has none.
+        CheckpointError: If preprocessor_config.json is malformed.
     """
-    if folder is None:
-        return None
-    from shardlib import hf
-
-    place = hf.folder_of(folder, weights=False)
-    for path in (place / TOKENIZER, place / VOCABULARY):
-        if path.is_file():
-            return str(path)
-    raise ConfigError(
-        f"{place} has no tokenizer.json, and data.tokenizer is not the path of one.\n"
-        "  Add data.tokenizer=PATH."
-    )
-
-
-def pixels(folder: str | None) -> dict[str, tuple[float, ...]]:
-    """Returns the keys of data that scale pixels as a folder does; none if it does not say it.
-
-    Raises:
-        CheckpointError: If its preprocessor_config.json is malformed.
-    """
-    if folder is None:
-        return {}
     from shardlib import hf
     from shardlib.hf.pixels import read_pixels
 
-    found = read_pixels(hf.folder_of(folder, weights=False))
-    return {} if found is None else dict(zip(("mean", "std"), found, strict=True))
+    takes = family(model["name"]).inputs.name
+    name = next((name for name, one in kinds.items() if one.gives == takes), "text")
+    implied, kind = {"kind": name}, kinds.get(data.get("kind", name))
+    folder = hf.folder_of(model["init_from"], weights=False)
+    if hasattr(kind, "tokenizer") and "tokenizer" not in data:
+        implied["tokenizer"] = _tokenizer_file(folder)
+    if hasattr(kind, "image_size"):
+        sizes = model.get("image") or model
+        implied |= {key: sizes[key] for key in ("image_size", "channels") if sizes.get(key)}
+        if not {"mean", "std"} & data.keys() and (found := read_pixels(folder)):
+            implied |= dict(zip(("mean", "std"), found, strict=True))
+    return {key: value for key, value in implied.items() if key not in data}
+
+
+def _tokenizer_file(folder: Path) -> str:
+    for path in (folder / TOKENIZER, folder / VOCABULARY):
+        if path.is_file():
+            return str(path)
+    # One of the data's own would not fit the weights.
+    raise ConfigError(
+        f"{folder} has no tokenizer.json, and data.tokenizer is not the path of one.\n"
+        "  Add data.tokenizer=PATH."
+    )
 
 
 def _merged(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,8 @@ def _spec(config: RunConfig, tokenizer: Tokenizer | None) -> DataSpec:
     if tokenizer is not None:
         spec = config.data.with_tokenizer(spec, tokenizer)
     unknown = [name for name in config.data.decides if getattr(spec, name) is None]
-    if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
+    is_lost = tokenizer is None and hasattr(config.data, "tokenizer")
+    if is_lost or any(getattr(config.model, name, None) is None for name in unknown):
         return open_source(config, "train").spec
     return spec
 

@@ -16,6 +16,7 @@ from shardlib.data.tokenizer import train_bpe
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
+from shardlib_models import resnet, vit
 from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -79,6 +80,26 @@ def test_a_model_of_fewer_positions_than_texts_to_train_on(shardlib, folder, tmp
     assert shardlib("export", tmp_path / "run", "--out", tmp_path / "out")[0] == 0
     exported = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert exported == (folder / "model.safetensors").read_bytes()
+
+
+def image_model(name):
+    if name == "resnet":
+        config = resnet.ResNetConfig(depth=18, width=8, channels=3, num_classes=3)
+        return resnet.make(config, DataSpec(), nnx.Rngs(0))
+    sizes = {"num_layers": 2, "embed_dim": 32, "patch_size": 8, "num_classes": 3}
+    return vit.make(vit.VitConfig(**sizes), DataSpec(image_shape=(16, 16, 3)), nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_a_model_of_images_is_imported_without_images(shardlib, tmp_path, name):
+    source, out = tmp_path / "source", tmp_path / "run"
+    hf.save(image_model(name), source)
+    config = load(RunConfig, None, [f"model.init_from={source}"])
+    assert (config.data.kind, config.data.channels) == ("images", 3)
+    assert shardlib("import", source, "--out", out, "mesh=fsdp=8")[::2] == (0, "")
+    assert shardlib("export", out, "--out", tmp_path / "out")[::2] == (0, "")
+    exported = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert exported == (source / "model.safetensors").read_bytes()
 
 
 def test_an_end_of_text_that_the_folder_does_not_name(shardlib, folder, tmp_path):
