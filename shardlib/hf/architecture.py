@@ -28,7 +28,7 @@ class Field:
     values: Mapping[Any, Any] | None = None
     """Their values by ours, where they differ; None: the values are the same."""
     others: bool = False
-    """Whether values beside `values` are the same in both, and not faults."""
+    """Whether all other values are the same in both, and not faults."""
     resolved: str | None = None
     """A property of our config with the value to write; None for the field itself."""
     aliases: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ def _origin(config: RunConfig) -> Path | None:
     try:
         return None if name is None else hf.folder_of(name, weights=False)
     except CheckpointError as error:
-        _LOG.warning("the files beside the weights of %s are left out: %s", name, error)
+        _LOG.warning("the export has no tokenizer settings or pixel scale of %s: %s", name, error)
         return None
 
 

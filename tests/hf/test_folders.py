@@ -247,7 +247,9 @@ def test_the_first_gemmas_name_the_exact_gelu_and_mean_the_other():
 
 
 @pytest.mark.parametrize(
-    "tokens", [jnp.zeros(4, jnp.int32), jnp.zeros((1, 4))], ids=["rank", "dtype"]
+    "tokens",
+    [jnp.zeros(4, jnp.int32), jnp.zeros((1, 4)), "a text", [[1, 2], [3]]],
+    ids=["rank", "dtype", "text", "ragged"],
 )
 def test_token_ids_of_another_kind_are_refused(llama, tokens):
     with pytest.raises(ModelError, match=r"expected integers \[batch, length\]\.\n  Give one row"):
