@@ -18,6 +18,14 @@ from shardlib.cli.arguments import (
     warn,
     writing,
 )
+from shardlib.cli.explain_serving import (
+    Serve,
+    ServeChunk,
+    ServeMesh,
+    ServeSlots,
+    explain_serving,
+)
+from shardlib.cli.plan_serving import Cache, Context, Prompt, Weights, check_without_serving
 from shardlib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,12 +93,34 @@ def explain(
     strict: Strict = False,
     baseline: BaselineFile = None,
     accept: Accept = False,
+    serve: Serve = False,
+    mesh: ServeMesh = None,
+    slots: ServeSlots = None,
+    chunk: ServeChunk = None,
+    context: Context = None,
+    prompt: Prompt = None,
+    weights: Weights = None,
+    cache: Cache = None,
 ) -> None:
     """Show how every parameter is sharded, and why.
 
     With --on, also show the traffic, memory and faults of the compiled step. Raises the errors of
     train, except for errors in the data. Allocates nothing.
     """
+    of_serving = {
+        "mesh": mesh, "slots": slots, "chunk": chunk, "context": context, "prompt": prompt,
+        "weights": weights, "cache": cache,
+    }  # fmt: skip
+    if serve:
+        of_training = {
+            "KEY=VALUE": overrides, "--diff": diff, "--optimize": optimize, "--html": html,
+            "--baseline": baseline, "--accept": accept,
+        }  # fmt: skip
+        fits = explain_serving(
+            config, on, {**of_serving, "compiles": not abstract}, of_training, as_json
+        )
+        raise typer.Exit(int(strict and not fits))
+    check_without_serving(of_serving, "explains")
     if on is not None:  # Does not use the devices of this machine.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib.cli.arguments import AsJson, Overrides, console, load_config, warn
-from shardlib.cli.plan_serving import Cache, Context, Prompt, Serve, Slo, Weights, plan_serving
+from shardlib.cli.plan_serving import (
+    Cache,
+    Context,
+    Prompt,
+    Serve,
+    Slo,
+    Weights,
+    check_without_serving,
+    plan_serving,
+)
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
 
@@ -113,7 +122,7 @@ def plan(
         }  # fmt: skip
         options = {**of_serving, "precision": precision, "top": top}
         return plan_serving(serve, on, options, of_training, as_json=as_json)
-    _check_without_serving(of_serving)
+    check_without_serving(of_serving, "plans")
     _check(on, config, model, verify)
     asked = [one for one in why_not or () if ":" in one]
     _check_rules(on, config, rules, asked)
@@ -168,14 +177,6 @@ def _facts(
     if found:
         facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
     return facts
-
-
-def _check_without_serving(of_serving: "dict[str, str | None]") -> None:
-    """Raises `ConfigError` for options that plan serving."""
-    if given := [f"--{name}" for name, value in of_serving.items() if value is not None]:
-        raise ConfigError(
-            f"{', '.join(given)} plans how to serve a model.\n  Add --serve MODEL, or leave it out."
-        )
 
 
 def _show_plans(plans: "Plans", verified: "Verification | None") -> None:

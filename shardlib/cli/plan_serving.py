@@ -67,15 +67,23 @@ def plan_serving(
     from shardlib.plan.serving import plan_serving as make_plans
 
     chosen = {name: value for name, value in options.items() if value is not None}
-    plans = make_plans(_named(model), on=on, **chosen)
+    plans = make_plans(named(model), on=on, **chosen)
     if as_json:
         print(json.dumps(plans.to_dict(), indent=2))
     else:
         console().print(plans.render())
 
 
-def _named(model: str) -> Any:
+def named(model: str) -> Any:
     """Returns the config of a run, if the text names one; otherwise the text."""
     path = Path(model)
     is_folder = path.is_dir() and not (path / "config.json").exists()
     return load_config(model, None) if is_folder or path.suffix in (".yaml", ".yml") else model
+
+
+def check_without_serving(of_serving: dict[str, Any], verb: str) -> None:
+    """Raises `ConfigError` for options of serving without --serve."""
+    if given := [f"--{name}" for name, value in of_serving.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(given)} {verb} how to serve a model.\n  Add --serve, or leave it out."
+        )

@@ -36,7 +36,7 @@ class AbstractStep(NamedTuple):
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the step."""
-        return self.programs.lower(self.params, self.state, self.arrays)
+        return self.programs.program().lower(self.params, self.state, self.arrays)
 
 
 def abstract_step(
@@ -48,6 +48,7 @@ def abstract_step(
     num_lanes: int = 0,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     weights: Bits | None = None,
+    spec: DataSpec | None = None,
 ) -> AbstractStep:
     """Returns a step of an engine that serves a model.
 
@@ -58,13 +59,15 @@ def abstract_step(
         num_lanes: Lanes of the step: 0 for one that decodes, more for one that reads prompts too.
         dtype: Of the parameters.
         weights: As in `Engine`.
+        spec: The data of the model; None for a model that needs none.
 
     Raises:
         RuleError: If the rules cannot place a parameter.
     """
 
+    data = spec or DataSpec()
     model = nnx.eval_shape(
-        lambda: as_served(family.make(config, DataSpec(), nnx.Rngs(0)), dtype, weights)
+        lambda: as_served(family.make(config, data, nnx.Rngs(0)), dtype, weights)
     )
     params = abstract_params(nnx.state(model), scope)
     sizes = dataclasses.replace(sizes, groups=num_groups(scope, params))

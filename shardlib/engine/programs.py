@@ -127,9 +127,9 @@ class EnginePrograms:
         more for steps that add to logits."""
         return self._run(params, state, arrays)
 
-    def lower(self, params: Any, state: Any, arrays: Any) -> jax.stages.Lowered:
-        """Lowers the step for arguments that may be abstract."""
-        return self._run.lower(params, state, arrays)
+    def program(self) -> Any:
+        """Returns the jitted step, a function of parameters, state and arrays."""
+        return self._run
 
     def _step(
         self, params: nnx.State, state: DeviceState, arrays: StepArrays

@@ -55,7 +55,9 @@ def test_groups_work_side_by_side(served):
     engine.step()
     assert sorted(request.sequence.group for request in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
     step = engine.scheduler.plan()
-    lowered = engine._programs.lower(engine._params, engine._state, engine._arranger.arrays(step))
+    lowered = engine._programs.program().lower(
+        engine._params, engine._state, engine._arranger.arrays(step)
+    )
     compiled = lowered.compile()
     key = engine._state.pages[0].key
     assert key.addressable_shards[0].data.shape == (2, 1, *key.shape[2:])

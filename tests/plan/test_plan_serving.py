@@ -22,6 +22,7 @@ from shardlib.plan.serving.question import Slo
 from shardlib.plan.serving.served_model import served_model
 from shardlib.registry import DataSpec
 from shardlib.rules import SERVE
+from shardlib.run.reports.explaining_serving import explain_serving
 from shardlib.sharding.constrain import Scope, use
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY
@@ -245,7 +246,8 @@ def test_slo_reads_times():
     assert Slo.parse(None) == Slo()
 
 
-def test_the_command_plans_a_folder_and_a_run(shardlib, tmp_path):
+@pytest.fixture
+def small_folder(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "config.json").write_text(
@@ -258,7 +260,11 @@ def test_the_command_plans_a_folder_and_a_run(shardlib, tmp_path):
             }
         )
     )  # fmt: skip
-    for model in (folder, "configs/quickstart.yaml"):
+    return folder
+
+
+def test_the_command_plans_a_folder_and_a_run(shardlib, small_folder):
+    for model in (small_folder, "configs/quickstart.yaml"):
         code, out, _ = shardlib(
             "plan", "--serve", model, "--on", "v5e-4", "--context", 64, "--cache", "int8", "--json"
         )
@@ -266,9 +272,54 @@ def test_the_command_plans_a_folder_and_a_run(shardlib, tmp_path):
         facts = json.loads(out)
         assert facts["cache"] == "int8"
         assert facts["plans"][0]["engines"] == 4
-    code, _, err = shardlib("plan", "configs/quickstart.yaml", "--serve", folder, "--on", "v5e-4")
+    given = "configs/quickstart.yaml", "--on", "v5e-4"
+    code, _, err = shardlib("plan", *given, "--serve", small_folder)
     assert code == 2
     assert "CONFIG" in err
-    code, _, err = shardlib("plan", "configs/quickstart.yaml", "--on", "v5e-4", "--slo", "itl=1s")
+    code, _, err = shardlib("plan", *given, "--slo", "itl=1s")
     assert code == 2
     assert "--serve" in err
+    code, _, err = shardlib("explain", *given, "--slots", 3)
+    assert code == 2
+    assert "--slots explains how to serve" in err
+
+
+def test_an_engine_is_explained_as_it_is_planned(shardlib, small_folder):
+    asked = "explain", small_folder, "--serve", "--on", "v5e-4", "--abstract", "--context", 64
+    code, out, _ = shardlib(*asked, "--mesh", "data=2,tensor=2", "--slots", 5, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    # Three for each of two copies.
+    assert (facts["mesh"], facts["slots"], facts["compiled"]) == ("data=2,tensor=2", 6, {})
+    assert facts["first_token_seconds"] == sum(facts["mixed"].values())
+    assert facts["token_seconds"] == sum(facts["decode"].values())
+    code, out, _ = shardlib(*asked)
+    assert code == 0
+    assert "an engine of mesh=data=4, rules serve" in out
+    assert "sequences of 64 tokens fit, or one of 128" in out
+    code, _, err = shardlib(*asked, "--mesh", "context=2,tensor=2")
+    assert code == 2
+    assert "Choose one of: " in err
+    code, _, err = shardlib(*asked, "--diff")
+    assert "--diff how to train" in err
+
+
+@pytest.mark.aot
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("on", "mesh", "bits"), [("v5e-1", "data=1", "int8"), ("v5e-4", "tensor=4", None)]
+)
+def test_compiled_steps_hold_what_is_predicted(on, mesh, bits):
+    fields = {**SMALL, "embed_dim": 512, "mlp_dim": 1024, "head_dim": 128, "vocab_size": 1024}
+    config = TransformerConfig(**fields, max_positions=2048)
+    report = explain_serving(
+        config, on=on, mesh=mesh, slots=32, chunk=256, context=2048,
+        weights=bits, cache=bits,
+    )  # fmt: skip
+    assert report.fits
+    predicted = report.plan.memory
+    assert set(report.compiled) == {"decoding", "reading"}
+    for one in report.compiled.values():
+        assert one.weights == predicted.weights
+        assert one.cache == predicted.cache
+        assert one.temporaries < predicted.temporaries

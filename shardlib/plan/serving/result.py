@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from shardlib.cost.layout import Layout
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 from shardlib.humanize import count, duration, gib, plural
@@ -19,6 +20,7 @@ from shardlib.plan.serving.search import (
     Replica,
     ServingPlan,
     best_of,
+    chunks_for,
     replicas_of,
 )
 from shardlib.plan.serving.served_model import ServedModel
@@ -210,6 +212,55 @@ def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPl
     others = (plan for one, plan in best if one is chosen and plan is not first)
     shown_plans = tuple(plan for _, plan in best[:top])
     return ServingPlans(model, question, shown_plans, by_slots, next(others, None))
+
+
+def one_engine(
+    model: ServedModel,
+    question: ServingQuestion,
+    sizes: Mapping[str, int] | None,
+    slots: int | None,
+    chunk: int | None,
+) -> tuple[Replica, ServingPlan]:
+    """Returns the best plan with one engine on the whole cluster.
+
+    Args:
+        model, question: The model and the question.
+        sizes: Sizes of its mesh axes; None for any.
+        slots: Its slots, rounded up to what its copies divide; None for any number that fits.
+        chunk: Tokens of prompts that a step of each copy reads; None for any number.
+
+    Raises:
+        MeshError: If the model does not fit, or the rules `serve` cannot place it on the mesh.
+    """
+    every = replicas_of(model, question)
+    replicas = [one for one in every if sizes is None or _is_on(one.layout, sizes)]
+    if every and not replicas:
+        known = ", ".join(one.plan(1, CHUNKS[0], 1).mesh for one in every)
+        raise MeshError(
+            f"the rules serve cannot place {model.name} on this mesh of {question.cluster.name}.\n"
+            f"  Choose one of: {known}."
+        )
+    found = []
+    for one in replicas:
+        plans = one.plans(1, chunk) if slots is None else _of_slots(one, slots, chunk)
+        if best := best_of(plans, question):
+            found.append((one, best))
+    if not found:
+        raise _does_not_fit(model, question, replicas)
+    most = max(plan.tokens_per_second for _, plan in found)
+    return min(found, key=lambda pair: _rank(pair[1], most))
+
+
+def _is_on(layout: Layout, sizes: Mapping[str, int]) -> bool:
+    """Returns whether a layout is that of a mesh; `data` and `fsdp` both divide slots."""
+    cut = {axis: n for axis, n in sizes.items() if n > 1 and axis not in ("data", "fsdp")}
+    return cut == {axis: n for axis in ("expert", "tensor") if (n := layout.size(axis)) > 1}
+
+
+def _of_slots(replica: Replica, slots: int, chunk: int | None) -> Iterator[ServingPlan]:
+    own = -(-slots // replica.layout.data)
+    for one in chunks_for(replica.question) if chunk is None else [chunk]:
+        yield replica.plan(own, one, 1)
 
 
 def _rank(plan: ServingPlan, most: float) -> tuple[bool, float]:

@@ -15,6 +15,7 @@ from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, StepTime, usable
 from shardlib.cost.layout import SHARDLIB, Layout
 from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.kernels import padded
 from shardlib.cost.machine.measured import check_known, software_on
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.serving.step import ServedStep, kv_cut, step_costs
@@ -153,13 +154,25 @@ class Replica:
         readers = slots + chunk // self.question.lane
         values += 2 * _KEYS * readers * dims.kv_width / kv_cut(dims, self.layout)
         held = self.model.widths.other * values + _LOGIT_BYTES * rows * dims.vocab / tensor
+        # One page more, which nothing reads.
+        cache = slots * self.sequence_bytes + self.page_bytes
+        copied = cache / self.page_bytes * self._copied_page_bytes
         return ServingMemory(
             weights=self.weight_bytes,
-            # One page more, which nothing reads.
-            cache=slots * self.sequence_bytes + self.page_bytes,
-            temporaries=_TEMPORARY_BYTES + held,
+            cache=cache,
+            temporaries=_TEMPORARY_BYTES + held + copied,
             runtime=RUNTIME_BYTES[self.question.cluster.platform],
         )
+
+    @property
+    def _copied_page_bytes(self) -> float:
+        """Bytes of a page that a step copies. TPUs copy the scales of int8 of a layer, twice, in
+        tiles of 128; of all layers where memory is left, which this does not count."""
+        if self.question.cache is None or self.question.cluster.platform != "tpu":
+            return 0.0
+        dims, size = self.model.dims, self.question.page_size
+        scales = dims.kv_heads // kv_cut(dims, self.layout) * size
+        return 2 * 2 * 4 * padded(scales, 128)
 
     def over(self, slots: int, chunk: int) -> float:
         """Returns the bytes by which a copy with `slots` exceeds the memory of a device; negative
@@ -228,9 +241,9 @@ class Replica:
         """Numbers of engines to try: one for each copy, and one for all."""
         return tuple(dict.fromkeys((self.layout.data, 1)))
 
-    def plans(self, engines: int) -> Iterator[ServingPlan]:
-        """Yields the plans that fit the memory."""
-        for chunk in chunks_for(self.question):
+    def plans(self, engines: int, asked: int | None = None) -> Iterator[ServingPlan]:
+        """Yields the plans that fit the memory, with the chunk that is asked for or several."""
+        for chunk in chunks_for(self.question) if asked is None else [asked]:
             most = self.most_slots(chunk)
             for slots in sorted({n for n in (*SLOTS, most) if 0 < n <= min(most, SLOTS[-1])}):
                 yield self.plan(slots, chunk, engines)
