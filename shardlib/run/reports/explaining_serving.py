@@ -1,6 +1,7 @@
 """The report on how an engine serves a decoder: its memory, what fits, and the times of its steps.
 
-Bytes and seconds are those of `shardlib plan --serve`; its steps are compiled to check the bytes.
+Bytes and seconds come from the cost model of `shardlib plan --serve`; compiled steps check the
+bytes.
 """
 
 import dataclasses
