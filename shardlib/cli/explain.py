@@ -111,20 +111,16 @@ def explain(
         "mesh": mesh, "slots": slots, "chunk": chunk, "context": context, "prompt": prompt,
         "weights": weights, "cache": cache,
     }  # fmt: skip
+    files = {"--html": html, "--baseline": baseline, "--accept": accept}
     if serve:
-        of_training = {
-            "KEY=VALUE": overrides, "--diff": diff, "--optimize": optimize, "--html": html,
-            "--baseline": baseline, "--accept": accept,
-        }  # fmt: skip
-        fits = explain_serving(
-            config, on, {**of_serving, "compiles": not abstract}, of_training, as_json
-        )
+        of_training = {"KEY=VALUE": overrides, "--diff": diff, "--optimize": optimize, **files}
+        options = {**of_serving, "compiles": not abstract}
+        fits = explain_serving(config, on, options, of_training, as_json)
         raise typer.Exit(int(strict and not fits))
     check_without_serving(of_serving, "explains")
     if on is not None:  # Does not use the devices of this machine.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    files = {"--html": html, "--baseline": baseline, "--accept": accept}
     _check_options(on, abstract, {"--diff": diff, "--optimize": optimize, **files})
     if on is None or abstract:
         faults = _parameters(load_config(config, overrides), on, as_json, strict)
