@@ -51,6 +51,7 @@ ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 TIERS = ("mesh", "process", "aot", "docs", "soak", "gpu")
 SLOWEST_SECONDS = float(os.environ.get("SLOWEST_TEST_SECONDS", "inf"))
 
+gc.disable()  # Until the tests are imported, which makes many objects that all stay.
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -79,9 +80,12 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """Takes what imports made, and tests keep, out of garbage collection."""
+    """Takes what imports made, and tests keep, out of garbage collection, and collects rarely:
+    tracing makes many objects, most of which go without it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_runtest_teardown():

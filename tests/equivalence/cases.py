@@ -76,6 +76,7 @@ _TRANSFORMER = [
     ("data=2,fsdp=2,expert=2", 1, "zero2"),
     ("data=2,context=2,tensor=2", 1, ""),
     ("data=2,context=2,tensor=2", 1, "sequence"),
+    ("stage=2,fsdp=2,tensor=2", 4, ""),
     ("stage=2,fsdp=2,tensor=2", 4, "30 steps"),
     ("stage=2,data=2,tensor=2", 2, "gpipe"),
     ("stage=2,context=2,tensor=2", 2, ""),

@@ -1,12 +1,21 @@
-"""Losses, gradients, parameters, optimizer and model state on every mesh are one device's."""
+"""Losses, gradients, parameters, optimizer and model state on every mesh are one device's, and the
+compiled step holds the collectives that its strategy implies, and no others.
+
+XLA for CPU has no reduce-scatter: there it is an all-reduce whose result is cut.
+"""
 
 import itertools
 import math
+import re
 
+import jax
 import pytest
 from cases import CASES, WAYS
+from problems import BATCH, LENGTH, PROBLEMS
 
+from shardlib.explain.analysis.collectives import read_program
 from shardlib.mesh import STANDARD_AXES
+from shardlib.testing import assert_collectives
 
 # A case of each axis, of those that are quickly compiled; `mesh` has the rest.
 QUICK = {
@@ -19,7 +28,6 @@ QUICK = {
 # Slow, or what other cases cover too: see the tests below.
 SOAK = {
     "moe stage=4,expert=2 4 microbatches 3 of 14 layers dense",
-    "transformer tensor=8 sequence",
     "transformer data=2,fsdp=4",
     "transformer data=4,tensor=2",
     "transformer data=4,context=2",
@@ -35,15 +43,148 @@ SOAK = {
     "moe expert=4,context=2 no dropout, capacity",
     "moe expert=4,tensor=2",
     "moe stage=2,expert=2,tensor=2 2 microbatches interleaved",
-    "resnet fsdp=8",
+    "transformer fsdp=2,tensor=4 sequence",
+    "transformer stage=4,expert=2 4 microbatches interleaved",
+    "transformer stage=2,fsdp=2,tensor=2 4 microbatches 30 steps",
+    "transformer stage=2,context=2,tensor=2 2 microbatches",
+    "moe fsdp=2,expert=2,tensor=2",
+    "resnet data=2,fsdp=4 zero2",
 }
 USUAL = [case for case in CASES if str(case) not in SOAK]
 
 
+def _quick_or_mesh(name):
+    return () if name in QUICK else pytest.mark.mesh
+
+
 def _marks(name):
-    if name in QUICK:
-        return ()
-    return pytest.mark.soak if name in SOAK else pytest.mark.mesh
+    return pytest.mark.soak if name in SOAK else _quick_or_mesh(name)
+
+
+# Numbers (losses, norms, counts) travel alone or combined; what is told apart is arrays.
+_ARRAY = re.compile(r"\w+\[(\d[\d,]*)\]")
+
+LAYERS, EMBED = (getattr(PROBLEMS["transformer"].config, n) for n in ("num_layers", "embed_dim"))
+
+EXPECTED = {
+    # Each gradient is summed once.
+    "transformer data=8 30 steps": {("all-reduce", "data")},
+    # Parameters are gathered for use, gradients cut as they are summed; norms are held whole.
+    "transformer fsdp=8": {
+        ("all-gather", "fsdp"),
+        ("reduce-scatter", "fsdp"),
+        ("all-reduce", "fsdp"),
+    },
+    # The end of each branch is summed, forward and backward. Devices that share a key-value head
+    # add up its gradients, which come together once a step.
+    "transformer tensor=8": {("all-reduce", "tensor"), ("all-gather", "tensor")},
+    # Keys and values go around a ring; gradients are summed.
+    "transformer context=8": {("collective-permute", "context"), ("all-reduce", "context")},
+    # To a dense model the axis is one of data.
+    "transformer expert=8": {("all-reduce", "expert")},
+    "transformer stage=8 4 microbatches gpipe": {
+        ("collective-permute", "stage"),
+        ("all-reduce", "stage"),
+    },
+    # Gathers before attention and MLP, reduce-scatters behind them.
+    "transformer tensor=8 sequence": {
+        ("all-gather", "tensor"),
+        ("reduce-scatter", "tensor"),
+        ("all-reduce", "tensor"),
+    },
+    # Gradients are summed, and each device's share of the update is gathered.
+    "transformer fsdp=8 zero1": {("all-reduce", "fsdp"), ("all-gather", "fsdp")},
+    "transformer context=4,tensor=2 ulysses": {
+        ("all-to-all", "context"),
+        ("all-gather", "context"),
+        ("all-reduce", "context"),
+        ("all-reduce", "tensor"),
+    },
+    # Routers are gathered, and the counts of the tokens that travel.
+    "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert"), ("all-gather", "expert")},
+    "resnet data=8": {("all-reduce", "data")},
+    "resnet fsdp=8": {("all-gather", "fsdp"), ("reduce-scatter", "fsdp"), ("all-reduce", "fsdp")},
+}
+
+
+@pytest.fixture
+def comparison(compare):
+    """Returns the comparison of the case of that name."""
+    cases = {str(case): case for case in CASES}
+    return lambda name: compare(cases[name], keep=True)
+
+
+@pytest.fixture
+def program(comparison):
+    """Returns what the step of a case sends: collectives of arrays, its shapes of parameters."""
+
+    def read(name):
+        found = comparison(name)
+        sent = read_program(found.compiled, found.mesh).collectives
+        state = found.compiled.in_avals[0][0]
+        return [c for c in sent if arrays(c)], [
+            tuple(x.shape) for x in jax.tree.leaves(state.params)
+        ]
+
+    return read
+
+
+def arrays(collective):
+    """The arrays that a collective carries, as shapes; single numbers left out."""
+    found = (_ARRAY.fullmatch(shape) for shape in collective.shapes)
+    return [tuple(map(int, match[1].split(","))) for match in found if match]
+
+
+def elements(sent):
+    return sum(c.count * sum(math.prod(shape) for shape in arrays(c)) for c in sent)
+
+
+def per_layer(sent, *, backward):
+    """All-reduces inside of the loop over layers, forward or backward."""
+    inside = [c for c in sent if c.in_loop and c.kind == "all-reduce"]
+    return [c for c in inside if ("transpose" in c.op_name) is backward]
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=_quick_or_mesh(x)) for x in EXPECTED])
+def test_a_step_sends_what_its_strategy_implies(comparison, case):
+    found = comparison(case)
+    assert_collectives(found.compiled, EXPECTED[case], mesh=found.mesh)
+
+
+@pytest.mark.mesh
+def test_data_reduces_every_gradient_once(program):
+    sent, shapes = program("transformer data=8 30 steps")
+    assert elements(sent) == sum(map(math.prod, shapes))
+
+
+def test_fsdp_gathers_parameters_and_reduces_gradients(program):
+    sent, shapes = program("transformer fsdp=8")
+    gathered = [c for c in sent if c.kind == "all-gather"]
+    # Parameters alone: neither a batch nor logits, and of the stacked layers one at a time.
+    stacked = {shape[1:] for shape in shapes if shape[0] == LAYERS}
+    of_a_layer = stacked | {(1, *shape) for shape in stacked}
+    assert {shape for c in gathered for shape in arrays(c)} <= {*shapes} | of_a_layer
+    assert {c.count for c in gathered if c.in_loop} == {LAYERS}
+    # Each at most once forward and once backward, and each gradient reduced once.
+    size = sum(map(math.prod, shapes))
+    assert elements(gathered) <= 2 * size
+    assert elements([c for c in sent if c.kind == "all-reduce"]) == size
+
+
+def test_tensor_reduces_twice_a_layer_each_way(program):
+    sent, _ = program("transformer tensor=8")
+    for backward in (False, True):
+        inside = per_layer(sent, backward=backward)
+        residual = [c for c in inside if arrays(c)[0] == (BATCH, LENGTH, EMBED)]
+        assert len(residual) == 2
+        assert {c.count for c in residual} == {LAYERS}
+
+
+@pytest.mark.mesh
+def test_resnet_under_fsdp_gathers_kernels_alone(program):
+    sent, shapes = program("resnet fsdp=8")
+    gathered = {shape for c in sent if c.kind == "all-gather" for shape in arrays(c)}
+    assert gathered <= {*shapes}
 
 
 MARKED = [pytest.param(case, marks=_marks(str(case)), id=str(case)) for case in CASES]

@@ -32,8 +32,6 @@ def launch(lab):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # Every process compiles its programs, and here they run for a moment only.
-                env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
             )
         )
         return started[-1]
