@@ -84,13 +84,13 @@ class ModelFamily:
     """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`: the tokens
     and what follows them.
 
-    `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate. Evaluation on
-    tasks needs the arguments `lengths` and `first`, of prompts of unequal length, too; see
-    `shardlib_models.transformer_decode.generate`. It calls `model(tokens, segment_ids=...)` for
-    logits, with 0 for padding.
+    `tokens: [b, n] int32`. Pure and jittable: a run samples with it within its own mesh and state.
+    None for families that do not generate.
     """
     decoding: Decoding | None = None
-    """For `shardlib.engine`. None for families that it does not run."""
+    """For `shardlib.engine`, which also writes the answers of evaluation on tasks; their scores
+    come from `model(tokens, segment_ids=...)`, the logits, with 0 for padding. None for families
+    that it does not run."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

@@ -22,8 +22,6 @@ def generate(
     length: int,
     temperature: float | jax.Array = 1.0,
     rng: jax.Array,
-    lengths: jax.Array | None = None,
-    first: int = 1,
 ) -> jax.Array:
     """Returns `tokens` continued: [batch, prompt + length] int32. Pure, and traceable by `jax.jit`.
 
@@ -36,10 +34,6 @@ def generate(
         length: Number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
         rng: A typed key; each position draws from its own.
-        lengths: [batch] int32, of the prompt of each row: what comes after it in `tokens` is
-            replaced. None: prompts have no padding.
-        first: With `lengths`: tokens that are read at once, at most as many as the shortest prompt
-            has. The others are fed one by one.
 
     Raises:
         ModelError: If the prompt is empty, `length` is less than 1, or the total is longer than the
@@ -56,9 +50,7 @@ def generate(
     model.eval()
     with whole_rows():
         temperature = jnp.asarray(temperature, jnp.float32)
-        if lengths is None:
-            lengths, first = jnp.full(tokens.shape[0], prompt, jnp.int32), prompt
-        return _continued(model, tokens, lengths, first, length, temperature, rng)
+        return _continued(model, tokens, length, temperature, rng)
 
 
 def whole_rows() -> contextlib.AbstractContextManager[Any]:
@@ -74,8 +66,6 @@ def whole_rows() -> contextlib.AbstractContextManager[Any]:
 def _continued(
     model: "Transformer",
     prompts: jax.Array,
-    lengths: jax.Array,
-    first: int,
     length: int,
     temperature: jax.Array,
     rng: jax.Array,
@@ -89,22 +79,18 @@ def _continued(
         x, _, caches = model.hidden(tokens, positions, at, caches)
         logits = model.logits(x[:, -1:])[:, 0]
         position = start + tokens.shape[1]
-        drawn = sample(logits, temperature, jax.random.fold_in(rng, position)).astype(tokens.dtype)
-        if first == prompt:
-            return drawn, caches
-        given = jax.lax.dynamic_index_in_dim(prompts, position, 1, keepdims=False)
-        return jnp.where(position < lengths, given, drawn), caches
+        drawn = sample(logits, temperature, jax.random.fold_in(rng, position))
+        return drawn.astype(tokens.dtype), caches
 
     def add(state: tuple[jax.Array, Any], position: jax.Array) -> tuple[Any, jax.Array]:
         token, caches = state
         next_token, caches = step(token[:, None], position, caches)
         return (next_token, caches), next_token
 
-    tokens, caches = prompts[:, :first], _empty(model, batch, prompt + length)
-    token, caches = step(tokens, jnp.int32(0), caches)
-    steps = jnp.arange(first, prompt + length - 1, dtype=jnp.int32)
+    token, caches = step(prompts, jnp.int32(0), _empty(model, batch, prompt + length))
+    steps = jnp.arange(prompt, prompt + length - 1, dtype=jnp.int32)
     _, rest = jax.lax.scan(add, (token, caches), steps)
-    return jnp.concatenate([tokens, token[:, None], rest.T], axis=1)
+    return jnp.concatenate([prompts, token[:, None], rest.T], axis=1)
 
 
 def _empty(model: "Transformer", batch: int, max_length: int) -> tuple[KeyValues, ...]:

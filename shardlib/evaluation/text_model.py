@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ from flax import nnx
 from shardlib.data import Tokenizer
 from shardlib.data.instruct.template import ChatTemplate
 from shardlib.data.tokenizer import JsonTokenizer
+from shardlib.engine import Engine, Sampling
 from shardlib.errors import ModelError
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
@@ -28,8 +28,8 @@ them. Longer rows are computed fewer at a time."""
 
 _OTHERS = 0, 3, 15
 """Further last tokens of a row that one program scores: few sizes, so that few are compiled."""
-_FIRST_CHUNK = 64
-"""Tokens that are written before it is asked which rows have ended; twice as many each time."""
+_FIRST_CHECK = 8
+"""Tokens that are written before it is asked whether a row has ended; twice as many each time."""
 
 Tokens = Sequence[int]
 
@@ -47,8 +47,8 @@ class Scores(NamedTuple):
 class TextModel:
     """A causal language model on its devices.
 
-    Rows are padded to a power of two, and computed `batch` at a time, so that few programs are
-    compiled. Each process of a group computes all results.
+    An engine continues rows. Rows to score are padded to a power of two, and computed `batch` at a
+    time, so that few programs are compiled. Each process of a group computes all results.
     """
 
     model: nnx.Module
@@ -68,11 +68,11 @@ class TextModel:
     architecture: str | None = None
     """The name that its folder of Hugging Face gives its architecture."""
     batch: int = 32
-    """Most rows of a compiled program; rounded up to what the mesh divides."""
+    """Most rows of a compiled program, and slots of the engine; rounded up to what the mesh
+    divides."""
 
     def __post_init__(self) -> None:
-        generate = self.family.generate
-        if generate is None or "lengths" not in inspect.signature(generate).parameters:
+        if self.family.decoding is None:
             name = type(self.model).__name__
             raise ModelError(
                 f"{name} is not a language model that continues texts.\n"
@@ -126,7 +126,7 @@ class TextModel:
         groups = _differing_in_last(rows)
         lengths = [len(rows[group[0]]) - 1 for group in groups]
         found: list[Scores | None] = [None] * len(rows)
-        for length, batch, numbers in self._batches(lengths, positions_with_logits=None):
+        for length, batch, numbers in self._batches(lengths):
             tokens, targets, ids = (np.zeros((batch, length), np.int32) for _ in range(3))
             read = [groups[number] for number in numbers]
             most = max(len(group) for group in read) - 1
@@ -160,7 +160,7 @@ class TextModel:
             length: Tokens to add.
             temperature: 0 takes the likeliest token; otherwise it divides the logits, and tokens
                 are drawn.
-            seed: Seed of the sampling.
+            seed: Seed of the sampling; that of a row is larger by its index.
             ended: `ended(index, tokens)`: whether a row needs no more than the tokens that were
                 added to it so far. It then gets fewer than `length`.
 
@@ -168,49 +168,35 @@ class TextModel:
             ModelError: If a row is empty, or too long with what is added.
         """
         self._check([len(row) for row in rows], added=length)
-        grown, going = [list(row) for row in rows], list(range(len(rows)))
-        chunk, added, batches = length if ended is None else _FIRST_CHUNK, 0, itertools.count()
-        while going and added < length:
-            count = min(chunk, length - added)
-            parts = [grown[index] for index in going]
-            for index, new in zip(
-                going, self._added(parts, count, temperature, seed, batches), strict=True
-            ):
-                grown[index] += new
-            added, chunk = added + count, 2 * chunk
-            going = [i for i in going if ended is None or not ended(i, grown[i][len(rows[i]) :])]
-        return [row[len(given) :] for row, given in zip(grown, rows, strict=True)]
+        engine = self._engine(max(map(len, rows), default=1) + length)
+        options = {"max_tokens": length, "temperature": temperature, "ignore_end": True}
+        requests = [
+            engine.submit(row, Sampling(seed=(seed + index) % 2**32, **options))
+            for index, row in enumerate(rows)
+        ]
+        check_at = {} if ended is None else dict.fromkeys(range(len(rows)), _FIRST_CHECK)
+        while engine.step():
+            for index in [n for n, at in check_at.items() if len(requests[n].tokens) >= at]:
+                tokens = [token.id for token in requests[index].tokens]
+                check_at[index] = 2 * len(tokens)
+                if ended is not None and ended(index, tokens):
+                    engine.cancel(requests[index])
+                    del check_at[index]
+        return [request.answer().ids for request in requests]
 
-    def _added(
-        self,
-        rows: Sequence[Tokens],
-        length: int,
-        temperature: float,
-        seed: int,
-        numbers: Iterator[int],
-    ) -> list[list[int]]:
-        """Returns `length` further tokens of each row; see `continued`. Each batch takes one of the
-        `numbers`, from which its sampling follows."""
-        found: list[list[int]] = [[] for _ in rows]
-        for width, batch, indices in self._batches(
-            [len(row) for row in rows], positions_with_logits=1
-        ):
-            width = min(width, self.max_length - length)
-            tokens, lengths = np.zeros((batch, width), np.int32), [width] * batch
-            for at, index in enumerate(indices):
-                tokens[at, : len(rows[index])] = rows[index]
-                lengths[at] = len(rows[index])
-            key = jax.random.fold_in(jax.random.key(seed), next(numbers))
-            options = np.asarray(lengths, np.int32), np.float32(temperature), key
-            # The shortest row decides how much is read at once, in quarters of the width, so that
-            # few programs are compiled.
-            quarter = max(width // 4, 1)
-            first = max(min(lengths) // quarter * quarter, 1)
-            out = jax.device_get(self._continued(self._state, tokens, *options, length, first))
-            for at, index in enumerate(indices):
-                n = len(rows[index])
-                found[index] = out[at, n : n + length].tolist()
-        return found
+    def _engine(self, tokens: int) -> Engine:
+        """Returns an engine for rows of some tokens with what is added to them."""
+        engine = self._engines.get("engine")
+        if engine is None or engine.context < tokens:
+            self._engines.clear()  # Or two caches would have to fit.
+            decoder = _Decoder(self.model, self.family, self.scope)
+            engine = Engine(decoder, slots=self.batch, context=self._padded(tokens))
+            self._engines["engine"] = engine
+        return engine
+
+    @functools.cached_property
+    def _engines(self) -> dict[str, Engine]:
+        return {}
 
     def _check(self, lengths: Sequence[int], added: int = 0) -> None:
         wrong = [n for n in lengths if not 1 <= n <= self.max_length - added]
@@ -221,19 +207,15 @@ class TextModel:
                 "  Leave empty rows out, and cut long ones."
             )
 
-    def _batches(
-        self, lengths: Sequence[int], positions_with_logits: int | None
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields the padded length and number of rows of each batch, and the indices of its rows.
-
-        `positions_with_logits` of a row have logits at once; all if it is None.
-        """
+    def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """Yields the padded length and number of rows of each batch, and the indices of its
+        rows."""
         by_length: dict[int, list[int]] = {}
         for index, length in enumerate(lengths):
             by_length.setdefault(self._padded(length), []).append(index)
         parts = 1 if self.scope is None else self.scope.parts("batch", self.scope.mesh.size)
         for length, indices in sorted(by_length.items()):
-            logits = (positions_with_logits or length) * self.tokenizer.vocab_size
+            logits = length * self.tokenizer.vocab_size
             held = max(min(-(-self.batch // parts), _MOST_LOGITS // logits), 1) * parts
             for start in range(0, len(indices), held):
                 yield length, held, indices[start : start + held]
@@ -280,33 +262,27 @@ class TextModel:
 
         return jax.jit(scored)
 
-    @functools.cached_property
-    def _continued(self) -> Any:
-        graphdef, generate = nnx.graphdef(self.model), self.family.generate
-        assert generate is not None, "checked in __post_init__"
-
-        def continued(
-            state: nnx.State,
-            tokens: jax.Array,
-            lengths: jax.Array,
-            temperature: jax.Array,
-            key: jax.Array,
-            length: int,
-            first: int,
-        ) -> jax.Array:
-            model: Any = nnx.merge(graphdef, state)
-            options = {"temperature": temperature, "rng": key, "lengths": lengths, "first": first}
-            with self._in_scope():
-                return self._whole(generate(model, tokens, length=length, **options))
-
-        return jax.jit(continued, static_argnums=(5, 6))
-
     def _whole(self, arrays: Any) -> Any:
         """Returns arrays that every process holds whole."""
         if self.scope is None:
             return arrays
         replicated = jax.sharding.NamedSharding(self.scope.mesh, jax.sharding.PartitionSpec())
         return jax.lax.with_sharding_constraint(arrays, replicated)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoder:
+    """A model that an engine continues by token ids alone."""
+
+    model: nnx.Module
+    family: ModelFamily
+    scope: Scope | None
+    tokenizer: None = None
+    end_tokens: tuple[int, ...] = ()
+
+    @property
+    def config(self) -> Any:
+        return self.model.config  # type: ignore[attr-defined]
 
 
 def _differing_in_last(rows: Sequence[Tokens]) -> list[list[int]]:

@@ -196,16 +196,16 @@ def test_rows_that_differ_in_the_last_token_are_read_once(folder, monkeypatch):
     assert len({float(scores.logprobs[-1]) for scores in together[:20]}) == 20
 
 
-def test_writing_stops_when_all_rows_have_ended(folder, monkeypatch):
-    monkeypatch.setattr("shardlib.evaluation.text_model._FIRST_CHUNK", 4)
+def test_writing_stops_when_a_row_has_ended(folder, monkeypatch):
+    monkeypatch.setattr("shardlib.evaluation.text_model._FIRST_CHECK", 4)
     model = text_model(str(folder), mesh="data=8")
     prompts = [[1, *range(40, 40 + n)] for n in (2, 5, 9)]
     with jax.default_matmul_precision("highest"):
         whole = model.continued(prompts, 24)
-        # Rows end after 1, 6 and 12 tokens; 4 tokens are written, then 8, then 12.
+        # It is asked after 4, 8 and 16 tokens.
         needed = (1, 6, 12)
         found = model.continued(prompts, 24, ended=lambda at, new: len(new) >= needed[at])
-        assert list(map(len, found)) == [4, 12, 12]
+        assert list(map(len, found)) == [4, 8, 16]
         for some, all_of_it in zip(found, whole, strict=True):
             assert some == all_of_it[: len(some)]
         never = model.continued(prompts, 24, ended=lambda at, new: False)
