@@ -89,6 +89,8 @@ class Asked:
     """Whether the answer is sent in pieces."""
     includes_usage: bool = False
     """Whether the numbers of tokens follow the last piece."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that an answer may call."""
     in_base64: bool = False
     """Whether embeddings are the base64 of their float32, little end first."""
 
@@ -161,6 +163,7 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         drops_answer=_drops_answer(given),
         streams=streams,
         includes_usage=includes_usage,
+        tools=tuple(one["function"]["name"] for one in _tools(given)) if known == CHAT else (),
     )
 
 
@@ -267,11 +270,35 @@ def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
     if not messages or not is_right:
         raise BodyError('messages are missing.\n  Give a list of {"role": ..., "content": ...}.')
     try:
-        return tuple(speaker.chat(messages, tools or None))
+        return tuple(speaker.chat([_with_objects(one) for one in messages], tools or None))
     except UnicodeError as error:
         raise BodyError(f"messages are not Unicode: {error}.\n  Repair them.") from None
     except DataError as error:
         raise BodyError(str(error)) from None
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose calls have objects as arguments, as chat templates write them. The
+    API has JSON as text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    try:
+        read = [
+            {**call, "function": {**call["function"], "arguments": _object(call["function"])}}
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError):
+        raise BodyError(
+            "tool_calls of a message are wrong.\n"
+            '  Give a list of {"type": "function", "function": {"name": ..., "arguments": "{}"}}.'
+        ) from None
+    return {**message, "tool_calls": read}
+
+
+def _object(function: Mapping[str, Any]) -> Any:
+    arguments = function.get("arguments", "{}")
+    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
 
 
 def _sampling(url: Url, given: Mapping[str, Any], choice: int, adapter: str | None) -> Sampling:

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardlib.engine import Completion, Token
 from shardlib.serve.bodies import CHAT, EMBEDDINGS, Asked, Speaker
+from shardlib.serve.tool_calls import ToolCall, ToolReader, split_calls
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -42,7 +43,9 @@ def response(
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": asked.model,
-        "choices": [_choice(asked, index, one, speaker) for index, one in enumerate(completions)],
+        "choices": [
+            _choice(asked, index, one, speaker, identity) for index, one in enumerate(completions)
+        ],
         "usage": usage(asked, completions),
     }
 
@@ -80,12 +83,14 @@ def usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _choice(asked: Asked, index: int, one: Completion, speaker: Speaker) -> dict[str, Any]:
+def _choice(
+    asked: Asked, index: int, one: Completion, speaker: Speaker, identity: str
+) -> dict[str, Any]:
     common = {"index": index, "finish_reason": one.finish_reason, "logprobs": None}
     if asked.url == CHAT:
         if asked.wants_logprobs:
             common["logprobs"] = {"content": [_chat_logprob(t, speaker) for t in one.tokens]}
-        return common | {"message": {"role": "assistant", "content": one.text}}
+        return common | _message(asked, index, one, identity)
     text, tokens = ("", ()) if asked.drops_answer else (one.text, one.tokens)
     if asked.echo:
         before, of_prompt = echoed(asked, index, one.prompt, one.prompt_tokens, speaker)
@@ -93,6 +98,32 @@ def _choice(asked: Asked, index: int, one: Completion, speaker: Speaker) -> dict
     if asked.wants_logprobs:
         common["logprobs"] = _logprobs(tokens, speaker)
     return common | {"text": text}
+
+
+def _message(asked: Asked, index: int, one: Completion, identity: str) -> dict[str, Any]:
+    """Returns the message of a chat and why it has ended."""
+    text, calls = split_calls(one.text, asked.tools) if asked.tools else (one.text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [
+            _call(call, identity, index, number) for number, call in enumerate(calls)
+        ]
+    return {"message": message, "finish_reason": _reason(one.finish_reason, len(calls))}
+
+
+def _call(call: ToolCall, identity: str, index: int, number: int) -> dict[str, Any]:
+    """Returns a call as JSON: the `number`-th of a choice."""
+    of_response = identity.rpartition("-")[2]
+    return {
+        "id": f"call_{of_response}_{index}_{number}",
+        "type": "function",
+        "function": call._asdict(),
+    }
+
+
+def _reason(finish_reason: str | None, num_calls: int) -> str | None:
+    return "tool_calls" if finish_reason == "stop" and num_calls else finish_reason
 
 
 def echoed(
@@ -164,6 +195,8 @@ class Chunks:
     created: int
     _lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     """Characters of each choice that were sent."""
+    _readers: dict[int, ToolReader] = dataclasses.field(default_factory=dict)
+    """What reads the calls of each choice."""
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yields what comes before any text: the role of each message of a chat."""
@@ -184,12 +217,7 @@ class Chunks:
         """
         logprobs: dict[str, Any] | None = None
         if self.asked.url == CHAT:
-            if self.asked.wants_logprobs:
-                logprobs = {"content": [_chat_logprob(token, self.speaker) for token in tokens]}
-            if text or (tokens and self.asked.wants_logprobs):
-                yield self._chunk(index, {"delta": {"content": text}}, None, logprobs)
-            if finish_reason:
-                yield self._chunk(index, {"delta": {}}, finish_reason)
+            yield from self._chat_piece(index, text, tokens, finish_reason)
             return
         offset = self._lengths.get(index, 0)
         if self.asked.wants_logprobs:
@@ -199,6 +227,38 @@ class Chunks:
             text_length = len(text)
         self._lengths[index] = offset + text_length
         yield self._chunk(index, {"text": text}, finish_reason, logprobs)
+
+    def _chat_piece(
+        self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None
+    ) -> Iterator[dict[str, Any]]:
+        wants = self.asked.wants_logprobs and bool(tokens)
+        logprobs = {"content": [_chat_logprob(t, self.speaker) for t in tokens]} if wants else None
+        deltas, num_calls = [{"content": text}] if text else [], 0
+        if self.asked.tools:
+            reader = self._readers.setdefault(index, ToolReader(self.asked.tools))
+            before, parts = reader.num_calls, [*reader.read(text)]
+            if finish_reason:
+                parts += reader.finish()
+            deltas, num_calls = [*self._deltas(parts, index, before)], reader.num_calls
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            # The tokens of a piece come with its first delta.
+            yield self._chunk(index, {"delta": delta}, None, None if number else logprobs)
+        if finish_reason:
+            yield self._chunk(index, {"delta": {}}, _reason(finish_reason, num_calls))
+
+    def _deltas(
+        self, parts: Sequence[str | ToolCall], index: int, number: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the deltas of text and calls, of which the first is the `number`-th."""
+        for part in parts:
+            if isinstance(part, str):
+                yield {"content": part}
+                continue
+            call = _call(part, self.identity, index, number)
+            yield {"tool_calls": [{"index": number, **call}]}
+            number += 1
 
     def usage(self, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
         """Yields the chunk with the numbers of tokens, if it is asked for."""
