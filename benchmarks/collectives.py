@@ -65,11 +65,11 @@ class Row:
 
 
 EXPERTS = {"experts": 8, "mlp": 1024}
+HOPS = {"all": "gradients of keys and values make n hops"}
 PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
 TILES = {
     "tpu": "reduce-scatters of the MLP are padded to whole tiles, and their results moved back"
 }
-IN_EACH = {"all": "gradients are summed over context in each microbatch, and not once"}
 SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
 ROWS = {
@@ -81,7 +81,7 @@ ROWS = {
     "tensor": Row("tensor=8"),
     "tensor_sequence": Row("tensor=8", "sequence"),
     "shared_heads": Row("tensor=8", "sequence", changes={"kv_heads": 2}),
-    "context_ring": Row("context=8", why={"all": "gradients of keys and values make n hops"}),
+    "context_ring": Row("context=8", why=HOPS),
     "context_gather": Row("context=8", shared="gather", why=SCATTER),
     "context_ulysses": Row("context=8", shared="ulysses"),
     "expert": Row("expert=8", changes=EXPERTS, experts={"dispatch": "capacity"}),
@@ -99,9 +99,7 @@ ROWS = {
         "sequence",
         why={"cpu": "the head is gathered once more for the gradient of its inputs"},
     ),
-    "fsdp_context": Row(
-        "fsdp=4,context=2", why={"all": "gradients of keys and values make n hops"} | TILES
-    ),
+    "fsdp_context": Row("fsdp=4,context=2", why=HOPS | TILES),
     "fsdp_expert": Row("expert=4,fsdp=2", changes=EXPERTS, experts={"dispatch": "capacity"}),
 }
 
@@ -201,7 +199,6 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
         for microbatches in dict.fromkeys(max(number, least) for number in asked):
             groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))
             batch = groups * microbatches * flags.sequences
-            why = IN_EACH if "context" in axes and microbatches > 1 else {}
             for rules in ("standard", "sequence") if "tensor" in axes else ("standard",):
                 row = Row(
                     mesh,
@@ -210,7 +207,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
                     reduction="f32" if "data" in axes and microbatches > 1 else None,
                     remat="full",
                     attention=attention,
-                    why=why,
+                    why=HOPS if "context" in axes else {},
                 )
                 yield f"{flags.model}_x{microbatches}", row, dataclasses.replace(sizes, batch=batch)
 

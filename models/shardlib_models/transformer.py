@@ -13,6 +13,7 @@ from shardlib.functional import axis_names_of
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
 from shardlib.nn import remat
 from shardlib.nn.attention import Order, frequencies, rotations, zigzag
+from shardlib.nn.attention import positions as row_positions
 from shardlib.nn.moe import RouterStats
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.registry import TEXT, DataSpec, ModelFamily
@@ -101,8 +102,7 @@ class Transformer(nnx.Module):
         """
         self.check_length(tokens.shape[1])
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-            positions = zigzag(positions) if order == "zigzag" else positions
+            positions = jnp.broadcast_to(row_positions(tokens.shape[1], order), tokens.shape)
         x, stats, _ = self.hidden(tokens, positions, Context(segment_ids=segment_ids, order=order))
         return x, stats
 

@@ -97,16 +97,16 @@ def nothing(like: PyTree) -> PyTree:
     return jax.tree.map(empty, like, is_leaf=_is_extreme)
 
 
-def over_axis(tree: PyTree, axis: str) -> PyTree:
-    """Returns the values of all devices along a manual mesh axis, joined."""
+def over_axes(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the values of all devices along manual mesh axes, joined."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_extreme)
-    sums = iter(jax.lax.psum([x for x in leaves if not _is_extreme(x)], axis))
+    sums = iter(jax.lax.psum([x for x in leaves if not _is_extreme(x)], axes))
 
     def joined(x: Any) -> Any:
         if isinstance(x, Max):
-            return Max(extreme(x.value, "max", (axis,)))
+            return Max(extreme(x.value, "max", axes))
         if isinstance(x, Min):
-            return Min(extreme(x.value, "min", (axis,)))
+            return Min(extreme(x.value, "min", axes))
         return next(sums)
 
     return treedef.unflatten([joined(x) for x in leaves])

@@ -33,6 +33,7 @@ from shardlib.partitioner.spread import (
     of_result,
     of_rows,
 )
+from shardlib.sharding.shared_rows import OPAQUE
 
 _MAX_TRIPS = 6
 _DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator"})
@@ -94,6 +95,8 @@ class _Walk:
 
     def _step(self, whole: Operation, part: Operation, ins: list[Spread]) -> list[Spread]:
         count = len(whole.outvars)
+        if whole.name == part.name == OPAQUE:
+            return self._shared(whole, part, ins)
         if whole.name != part.name or not self._alike(whole, part):
             return [lost(f"{_DIFFERS.why} at {source_of(whole)}")] * count
         if is_unsupported(whole) or whole.name == "sharding_constraint":
@@ -116,6 +119,26 @@ class _Walk:
             here = f"a sum over rows enters {whole.name} at {source_of(whole)}"
             return [result or lost(here)] * count
         return [of_rows(whole, ins, [_only(x) for x in dims], [_only(x) for x in made])] * count
+
+    def _shared(self, whole: Operation, part: Operation, ins: list[Spread]) -> list[Spread]:
+        """Returns the relation of the results of an operation that exchanges parts of rows itself:
+        it gives each part what it gives the whole, if every operand is cut alike."""
+        count, what = len(whole.outvars), whole.params["what"]
+        gone = first_lost(ins)
+        if gone is not None:
+            return [gone] * count
+        results = list(zip(whole.outvars, part.outvars, strict=True))
+        arrays = [*zip(whole.invars, part.invars, strict=True), *results]
+        _, dim = what
+        cut = all(
+            self._row_dims(a, b) == ([dim] if len(a.aval.shape) > 1 else []) for a, b in arrays
+        )
+        # The last operand of a derivative is a gradient, in which it is linear.
+        fixed, degree = (ins[:-1], ins[-1].degree) if whole.params["linear"] else (ins, 0)
+        if what != part.params["what"] or not cut or not all(x.plain for x in fixed):
+            return [lost(f"positions of a row may meet at {source_of(whole)}")] * count
+        kinds = ["rows" if len(a.aval.shape) > 1 else "sum" for a, _ in results]
+        return [Spread(kind, degree) for kind in kinds]  # type: ignore[arg-type]
 
     def _row_dims(self, whole: Atom, part: Atom) -> Sequence[int | None]:
         """Returns the dims whose sizes differ; several for shapes that do not match."""

@@ -141,18 +141,18 @@ def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
 
 
 @contextlib.contextmanager
-def plainly() -> Iterator[None]:
+def plainly(name: str = "plain") -> Iterator[None]:
     """Deactivates the mesh and rules, and lets layers with several implementations take the plain
     one: what is traced here says what a model computes, and neither where nor by which kernel.
 
     A mesh of JAX's own, which nothing uses, keeps its caches apart: functions traced here are
-    traced anew elsewhere.
+    traced anew elsewhere, and under another `name` of its axis.
     """
     scope = active()
     size = scope.mesh.size if scope else 1
     token, plain = _active.set(None), _plain.set(True)
     try:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("plain",))):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((size,), (name,))):
             yield
     finally:
         _active.reset(token)

@@ -55,6 +55,7 @@ from shardlib.train.program import (
     refuse_donated,
     reported_shardings,
 )
+from shardlib.train.reduce.context_groups import with_context
 from shardlib.train.reduce.once import GradientSums, choose_sums
 from shardlib.train.reduce.reduction import (
     Reduction,
@@ -356,7 +357,20 @@ class TrainStep(JittedStep):
             return self._sums_of(state, loss, LossArguments(*given))
 
     def _sums_of(self, state: TrainState, loss: PartLoss, arguments: LossArguments) -> GradientSums:
-        """Returns where gradients are summed over `data`; decides once for each structure."""
+        """Returns where gradients are summed; decides once for each structure."""
+        inputs, at = arguments.inputs, tuple(jax.tree.leaves(loss.inputs_at))
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(inputs))
+        key = structure(state.definition, arguments.batch), jax.tree.structure(inputs), shapes, at
+        if key not in self._sums:
+            sums = self._sums_over_data(state, loss, arguments)
+            if axis_size("context") > 1 and self.reduction.dtype != "compiler":
+                sums = with_context(sums, loss, arguments, self.microbatches)
+            self._sums[key] = sums
+        return self._sums[key]
+
+    def _sums_over_data(
+        self, state: TrainState, loss: PartLoss, arguments: LossArguments
+    ) -> GradientSums:
         reduction = self._reduction(state)
         if reduction is not None:
             return GradientSums(reduction, "summed over data once a step: train.reduction is set")
@@ -364,12 +378,7 @@ class TrainStep(JittedStep):
             return GradientSums(None, "not summed over data")
         if self.reduction != ReductionConfig():
             return GradientSums(None, "summed over data by the compiler: train.reduction is set")
-        inputs, at = arguments.inputs, tuple(jax.tree.leaves(loss.inputs_at))
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(inputs))
-        key = structure(state.definition, arguments.batch), jax.tree.structure(inputs), shapes, at
-        if key not in self._sums:
-            self._sums[key] = choose_sums(loss, arguments, self.microbatches)
-        return self._sums[key]
+        return choose_sums(loss, arguments, self.microbatches)
 
     def _loss(self, definition: Definition, inputs_at: PyTree) -> PartLoss:
         return PartLoss(

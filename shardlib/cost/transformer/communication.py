@@ -173,8 +173,9 @@ def embedding_weights(device: Device) -> float:
 
 
 def sums_once(model: Transformer, layout: Layout) -> bool:
-    """Returns whether gradients are summed over `data` once a step by default: where no row meets
-    another, as in dense models without stages (`shardlib.train.reduce.once`)."""
+    """Returns whether gradients are summed over `data` and `context` once a step by default: where
+    no row meets another, nor a position but in attention, as in dense models without stages
+    (`shardlib.train.reduce.once`)."""
     return layout.microbatches > 1 and layout.stage == 1 and not model.routed_layers
 
 
@@ -186,10 +187,10 @@ def replica_sums(
     Over several axes the sum is hierarchical: each axis carries what the faster axes leave. If the
     compiler of shardlib's programs places the sums, they are part of each microbatch, in the
     compute dtype, and hide behind its backward pass (as seen in programs compiled for TPUs, where
-    the loop over microbatches keeps them). Along `data` they are taken once a step, in float32,
-    after all computation: by default (`sums_once`), and with `train.reduction`
-    (`Layout.reduces_once`). Nothing is left to hide behind, but many microbatches send far less.
-    Other programs sum once a step, behind a backward pass.
+    the loop over microbatches keeps them). Along `data` and `context` they are taken once a step,
+    in float32, after all computation: by default (`sums_once`), and along `data` with
+    `train.reduction` (`Layout.reduces_once`). Nothing is left to hide behind, but many microbatches
+    send far less. Other programs sum once a step, behind a backward pass.
     """
     job, layout = device.job, device.layout
     each, once = [], []
@@ -207,7 +208,9 @@ def replica_sums(
         hiding = sums._replace(overlap="data", window="backward")
         if not device.software.sums_each:
             once += _published_sums(device, hiding._replace(num_bytes=summed * job.gradient_bytes))
-        elif axis == "data" and (layout.reduces_once or sums_once(job.model, layout)):
+        elif (axis == "data" and layout.reduces_once) or (
+            axis != "expert" and sums_once(job.model, layout)
+        ):
             once.append(sums._replace(num_bytes=summed * job.gradient_bytes))
         else:
             each.append(hiding)

@@ -4,6 +4,7 @@ from shardlib.nn.attention.attend import attend as attend
 from shardlib.nn.attention.backends import Backend as Backend
 from shardlib.nn.attention.backends import resolve_backend as resolve_backend
 from shardlib.nn.attention.order import Order as Order
+from shardlib.nn.attention.order import positions as positions
 from shardlib.nn.attention.order import scores_per_device as scores_per_device
 from shardlib.nn.attention.order import unzigzag as unzigzag
 from shardlib.nn.attention.order import zigzag as zigzag

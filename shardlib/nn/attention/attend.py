@@ -20,6 +20,7 @@ from shardlib.nn.attention.splash import splash
 from shardlib.nn.attention.ulysses import ulysses_attention
 from shardlib.sharding.constrain import active, is_plain
 from shardlib.sharding.manual import axis_size
+from shardlib.sharding.shared_rows import opaque, row_parts
 
 _BY_HAND = ("cudnn", "splash")
 """Kernels that run in a region manual over the whole mesh: the compiler cannot partition splash,
@@ -80,11 +81,11 @@ def attend(
     _check_scores(query, key, bias, sinks)
     _check_options(query, key, backend, context, order, explicit)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    if explicit or is_plain():
+    plan = None if explicit else _planned(query, key, mask, backend, context, order)
+    if plan is None or (is_plain() and plan.method == "none"):
         lengths = (query.shape[1], key.shape[1])
         at, kv_at = map(places, lengths, (positions, kv_positions), segments)
         return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)
-    plan = _planned(query, key, mask, backend, context, order)
     return _by_plan(plan, backend, mask, query, key, value, segments, sinks)
 
 
@@ -198,6 +199,8 @@ def _by_plan(
     sinks: jax.Array | None,
 ) -> jax.Array:
     arrays = (query, key, value, segments, sinks)
+    if is_plain():
+        return _in_proof(plan, mask, *arrays)
     if plan.method in ("ring", "gather"):
         shared = ring_attention if plan.method == "ring" else gathered_attention
         share = functools.partial(shared, mask=mask, order=plan.order)
@@ -210,7 +213,7 @@ def _by_plan(
         softcap=mask.softcap,
         sinks=sinks is not None,
         masked=segments[0] is not None,
-        lengths=(query.shape[1], key.shape[1]),
+        lengths=(query.shape[1] * row_parts(), key.shape[1] * row_parts()),
     )
     local = functools.partial(_on_device, resolved.backend, mask)
     kernel = resolved.backend in _BY_HAND
@@ -220,6 +223,20 @@ def _by_plan(
     if kernel or resolved.backend == "blockwise":
         return in_region(local, *arrays, over_context=False, whole_mesh=kernel)
     return local(*arrays)
+
+
+def _in_proof(
+    plan: ContextPlan,
+    mask: Mask,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Returns what stands for attention that devices share."""
+    result = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), value.dtype)
+    return opaque(("attend", plan, mask), (query, key, value, *segments, sinks), result)
 
 
 def _on_device(

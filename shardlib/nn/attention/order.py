@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.errors import ModelError
+from shardlib.mesh import mesh_sizes
 from shardlib.nn.attention.mask import Mask, cut_places, places
 from shardlib.nn.attention.tiles import tile_size
 from shardlib.sharding.constrain import active
 from shardlib.sharding.manual import axis_size
+from shardlib.sharding.shared_rows import opaque, proof_scope, row_parts
 
 Order = Literal["contiguous", "zigzag"]
 
@@ -35,12 +37,36 @@ def zigzag(x: jax.Array, dim: int = 1) -> jax.Array:
     Raises:
         ModelError: If `dim` does not divide into 2C chunks.
     """
-    return _chunks_taken(x, dim, chunk_order(axis_size(AXIS)))
+    return _chunks_taken(x, dim, chunk_order(_row_shards()))
 
 
 def unzigzag(x: jax.Array, dim: int = 1) -> jax.Array:
     """Reverses `zigzag`."""
-    return _chunks_taken(x, dim, np.argsort(chunk_order(axis_size(AXIS))))
+    return _chunks_taken(x, dim, np.argsort(chunk_order(_row_shards())))
+
+
+def positions(length: int, order: Order = "contiguous") -> jax.Array:
+    """Returns the positions of a row of `length` tokens in `order`: [1, length] int32.
+
+    A model whose devices may share a row asks for them here. `jnp.arange(length)` is the same where
+    the code sees whole rows, but not in a region in which each device sees a part.
+    """
+    if proof_scope() is not None:
+        result = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        return opaque(("positions", order), (), result)
+    if row_parts() > 1:
+        shards = row_parts()
+        return jnp.asarray(row_positions(order, jax.lax.axis_index(AXIS), shards, length))
+    row = jnp.arange(length, dtype=jnp.int32)[None]
+    return zigzag(row) if order == "zigzag" else row
+
+
+def _row_shards() -> int:
+    """Returns the number of devices that share a row."""
+    scope = proof_scope()
+    if scope is not None:
+        return mesh_sizes(scope.mesh).get(AXIS, 1)
+    return row_parts() if row_parts() > 1 else axis_size(AXIS)
 
 
 def chunk_order(shards: int) -> np.ndarray:
@@ -58,9 +84,14 @@ def take_chunks(x: jax.Array, dim: int, chunks: np.ndarray) -> jax.Array:
 
 
 def _chunks_taken(x: jax.Array, dim: int, chunks: np.ndarray) -> jax.Array:
-    scope, dim = active(), dim % x.ndim
+    scope, dim = proof_scope() or active(), dim % x.ndim
     if scope is None or len(chunks) == 2:
         return x
+    if proof_scope() is not None:
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return opaque(("chunks", tuple(chunks.tolist())), (x,), result, dim)
+    if row_parts() > 1:
+        return _own_chunks(x, dim, chunks)
     if x.shape[dim] % len(chunks):
         raise ModelError(
             f"dim {dim} of {x.shape} does not divide into the {len(chunks)} chunks of zig-zag "
@@ -76,6 +107,15 @@ def _chunks_taken(x: jax.Array, dim: int, chunks: np.ndarray) -> jax.Array:
     entries[dim] = AXIS
     split = NamedSharding(scope.mesh_here, PartitionSpec(*entries))  # type: ignore[arg-type]
     return jax.lax.with_sharding_constraint(taken, split)
+
+
+def _own_chunks(x: jax.Array, dim: int, chunks: np.ndarray) -> jax.Array:
+    """Returns this device's chunks of a row, from the device's part, in a manual region."""
+    row = jax.lax.all_gather(x, AXIS, axis=dim, tiled=True)
+    start = jax.lax.axis_index(AXIS) * x.shape[dim]
+    return jax.lax.dynamic_slice_in_dim(
+        take_chunks(row, dim, chunks), start, x.shape[dim], axis=dim
+    )
 
 
 def row_positions(order: Order, shard: Any, shards: int, length: int) -> Any:

@@ -16,7 +16,7 @@ from shardlib.nn.attention.backends import Backend
 from shardlib.nn.attention.order import AXIS, Order, ring_tile
 from shardlib.nn.attention.tiles import MAX_TILE
 from shardlib.sharding.constrain import Scope, active
-from shardlib.sharding.manual import axis_size
+from shardlib.sharding.shared_rows import proof_scope, row_parts
 
 ContextMethod = Literal["auto", "ring", "gather", "ulysses"]
 
@@ -48,7 +48,7 @@ def plan_context(
     """Chooses how attention is split over the `context` axis of the active mesh.
 
     Args:
-        length: Positions of the whole row.
+        length: Positions of the row that the code sees, which is a part where `row_parts` says so.
         heads: Query heads of the model.
         kv_heads: Key-value heads of the model.
         causal: As in `attend`.
@@ -68,12 +68,13 @@ def plan_context(
         RuleError: If the mesh does not divide the length or the heads.
     """
     _check_names(context, order)
-    scope, shards = active(), axis_size(AXIS)
+    scope = proof_scope() or active()
     if scope is None or mesh_sizes(scope.mesh).get(AXIS, 1) == 1:
         return ContextPlan("none", "contiguous", f"no axis {AXIS} of the mesh splits the row")
+    shards, length = _shards(scope), length * row_parts()
     if shards == 1:
         return _whole(scope, order, f"{AXIS} is manual in an enclosing region")
-    over = entry_axes(scope.sharding(("length",), (length,), "activations").spec[0])
+    over = row_axes(scope, length)
     if not over:
         return _whole(scope, order, "the rules leave 'length' whole")
     if over != (AXIS,):
@@ -82,10 +83,9 @@ def plan_context(
             f"{AXIS} alone.\n  Set the activation rule of 'length' to {AXIS!r}."
         )
     method, why = _method(scope, context, backend)
-    here = length // shards
-    best, why_order = _order(method, here, shards, causal, window, dropout)
+    best, why_order = _order(method, length // shards, shards, causal, window, dropout)
     order = order or best
-    faults = _faults(scope, method, context, backend, heads, here, order, dropout)
+    faults = _faults(scope, method, context, backend, heads, length // shards, order, dropout)
     if faults:
         raise ModelError(
             f"attention by {method} over {AXIS}={shards} cannot work: {'; '.join(faults)}.\n"
@@ -93,6 +93,19 @@ def plan_context(
         )
     why_order = why_order if order == best else "given"
     return ContextPlan(method, order, f"{method}: {why}; {order} order: {why_order}")
+
+
+def row_axes(scope: Scope, length: int) -> tuple[str, ...]:
+    """Returns the mesh axes over which rows of `length` positions are cut."""
+    if row_parts() > 1:
+        return (AXIS,)
+    return entry_axes(scope.sharding(("length",), (length,), "activations").spec[0])
+
+
+def _shards(scope: Scope) -> int:
+    """Returns the number of devices that share a row."""
+    sizes = mesh_sizes(scope.mesh) if row_parts() > 1 else scope.sizes
+    return sizes[AXIS]
 
 
 def _check_names(context: ContextMethod, order: Order | None) -> None:
@@ -158,7 +171,7 @@ def _faults(
     dropout: float,
 ) -> list[str]:
     faults = []
-    shards = axis_size(AXIS)
+    shards = _shards(scope)
     if order == "zigzag" and dropout > 0:
         faults.append(f"zig-zag order would change the masks of dropout={dropout}")
     if method == "ring" and _stages(scope) > 1:

@@ -15,6 +15,7 @@ from shardlib.nn.attention.order import AXIS
 from shardlib.nn.attention.ulysses import kv_heads_of
 from shardlib.sharding.constrain import active, manual_axes
 from shardlib.sharding.manual import manual
+from shardlib.sharding.shared_rows import row_parts
 
 Local = Callable[[jax.Array, jax.Array, jax.Array, Segments, jax.Array | None], jax.Array]
 
@@ -41,7 +42,8 @@ def in_region(
         value: As `key`.
         segments: [batch, length] and [batch, kv_length] int32, or None.
         sinks: Scores of the heads' sinks, or None.
-        over_context: Whether length is split over `context`; otherwise it is whole.
+        over_context: Whether length is split over `context`, here or by a region around; otherwise
+            it is whole.
         whole_mesh: Whether every mesh axis is manual, including axes that split nothing or have one
             device. A kernel that cannot be partitioned needs this.
     """
@@ -52,7 +54,7 @@ def in_region(
     batch, _, heads, _ = scope.sharding(names, query.shape, "activations").spec
     names = ("batch", None, "kv_heads", "head_dim")
     kv_heads = scope.sharding(names, key.shape, "activations").spec[2]
-    length = AXIS if over_context else None
+    length = AXIS if over_context and row_parts() == 1 else None
     axes = entry_axes(batch) + entry_axes(length) + entry_axes(heads)
     if whole_mesh and math.prod(mesh_sizes(scope.mesh).values()) > 1:
         axes = tuple(name for name in scope.sizes if name not in manual_axes())

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from shardlib.losses.aggregate import join, nothing, over_axis
+from shardlib.losses.aggregate import join, nothing, over_axes
 from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.schedules import Schedule, Turns
 from shardlib.train.pipeline.sends import AXIS, Sends, send, sends
@@ -189,7 +189,7 @@ class Stage:
         """
         carry, _ = jax.lax.scan(self.tick, self.start(ticks), ticks)
         apart = {path: x for path, x in carry.shared.items() if path not in summed}
-        apart, sums = over_axis((apart, carry.sums), AXIS)
+        apart, sums = over_axes((apart, carry.sums), (AXIS,))
         joint = {path: x for path, x in carry.shared.items() if path in summed}
         joint = jax.lax.psum(joint, (AXIS, axis)) if joint else {}
         return StageGradients(carry.layers, self.pin(apart | joint), sums, carry.turns[None])
@@ -198,7 +198,7 @@ class Stage:
         """Runs only the forward turns and returns the sums of all microbatches."""
         zeros = (self.zero_x(ticks), self.zero_sums(ticks))
         (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, ticks)
-        return over_axis(sums, AXIS)
+        return over_axes(sums, (AXIS,))
 
     @functools.cached_property
     def sends(self) -> Sends:

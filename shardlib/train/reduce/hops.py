@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from shardlib.hardware import slice_of
-from shardlib.losses.aggregate import over_axis
+from shardlib.losses.aggregate import over_axes
 from shardlib.mesh import entry_axes
 from shardlib.mesh.device_order import count_groups
 from shardlib.paths import path_string
@@ -120,22 +120,31 @@ def _unpack(x: jax.Array) -> jax.Array:
 
 
 def sum_leaves(
-    leaves: Sequence[jax.Array], dims: Sequence[int | None], hops: Hops
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    hops: Hops,
+    also: tuple[str, ...] = (),
 ) -> list[jax.Array]:
-    """Returns the sums of float32 arrays along an axis.
+    """Returns the sums of float32 arrays along an axis, and along others at once.
 
     Args:
         leaves: The local shard of each array, with the same shapes on every device of the axis.
         dims: The dim of each array that is scattered over the axis, or None if every device keeps
             the whole sum. The size of the axis divides that dim.
         hops: The axis and its hops.
+        also: Other axes, which scatter nothing; none unless `hops.flat`.
     """
+    assert hops.flat or not also, "several hops are for one axis"
     parts = [
         x if dim is None else _keep_part(x, dim, hops) for x, dim in zip(leaves, dims, strict=True)
     ]
+    if also:
+        parts = [
+            x if dim is None else jax.lax.psum(x, also) for x, dim in zip(parts, dims, strict=True)
+        ]
     whole = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
     if hops.flat:
-        sums = iter(jax.lax.psum(whole, hops.axis) if whole else [])
+        sums = iter(jax.lax.psum(whole, (hops.axis, *also)) if whole else [])
     else:
         sums = iter(_all_reduce(whole, hops))
     return [next(sums) if dim is None else x for x, dim in zip(parts, dims, strict=True)]
@@ -169,9 +178,10 @@ def sum_groups(
     places: Mapping[str, Placement],
     hops: Hops,
     summed: Collection[str] = (),
+    also: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
     """Returns the sums over groups of arrays [groups, ...] that are sharded over the axis of
-    `hops`.
+    `hops`, and after it over the axes in `also`.
 
     Call it inside `sl.use` and outside of manual regions.
 
@@ -182,6 +192,7 @@ def sum_groups(
         places: Placement of each leaf of `tree` by path, without the dim of the groups.
         hops: The axis and its hops.
         summed: Paths of the leaves of which each group holds the sum.
+        also: As in `sum_leaves`.
 
     Returns:
         Both trees, without the dim of the groups.
@@ -190,12 +201,13 @@ def sum_groups(
     names = [path_string(path) for path, _ in paths]
     specs = [places[name].spec for name in names]
     dims = [kept_dim(spec, hops.axis) for spec in specs]
+    groups = (hops.axis, *also)
 
     def add(leaves: list[jax.Array], scalars: PyTree) -> tuple[list[jax.Array], PyTree]:
-        total = over_axis(jax.tree.map(lambda x: x[0], scalars), hops.axis)
+        total = over_axes(jax.tree.map(lambda x: x[0], scalars), groups)
         sums = [x[0] for x in leaves]
         at = [index for index, name in enumerate(names) if name not in summed]
-        apart = sum_leaves([sums[i] for i in at], [dims[i] for i in at], hops)
+        apart = sum_leaves([sums[i] for i in at], [dims[i] for i in at], hops, also)
         for index, x in zip(at, apart, strict=True):
             sums[index] = x
         return sums, total
@@ -203,11 +215,11 @@ def sum_groups(
     # Manual over every axis: each device sends its own shard, and nothing is gathered before.
     scope = active()
     axes = tuple(scope.sizes) if scope else ()
-    placed = [PartitionSpec(hops.axis, *_moved(spec, hops.axis, keep=False)) for spec in specs]
+    placed = [PartitionSpec(groups, *_moved(spec, hops.axis, keep=False)) for spec in specs]
     results = [PartitionSpec(*_moved(spec, hops.axis, keep=True)) for spec in specs]
-    sums, scalars = manual(
-        add, axes, (placed, PartitionSpec(hops.axis)), (results, PartitionSpec())
-    )([leaf for _, leaf in paths], scalars)
+    sums, scalars = manual(add, axes, (placed, PartitionSpec(groups)), (results, PartitionSpec()))(
+        [leaf for _, leaf in paths], scalars
+    )
     return treedef.unflatten(sums), scalars
 
 

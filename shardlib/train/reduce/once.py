@@ -8,6 +8,7 @@ Otherwise the compiler places the sums, in each microbatch.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,24 +69,32 @@ def choose_sums(loss: PartLoss, arguments: LossArguments, microbatches: int) -> 
 
 def _obstacle(loss: PartLoss, arguments: LossArguments) -> str | None:
     """Returns why groups along `data` cannot work independently, whatever the loss computes."""
+    scope = loss.definition.scope
+    before = list(scope.sizes)[: list(scope.sizes).index(AXIS)]
+    if any(scope.sizes[name] > 1 for name in before):
+        return f"data comes after {', '.join(before)} in the mesh"
+    if held := held_by_groups(loss, arguments, AXIS):
+        return held
+    return None if _splits_rows(loss, arguments.batch, scope) else "data does not split the rows"
+
+
+def held_by_groups(loss: PartLoss, arguments: LossArguments, axis: str) -> str | None:
+    """Returns what groups along a mesh axis would have to share besides sums."""
     definition, scope = loss.definition, loss.definition.scope
     if AxisType.Explicit in scope.mesh.axis_types:
         return "the axes of the mesh are explicit"
     if scope.sizes.get("stage", 1) > 1:
         return "the mesh has stages"
-    before = list(scope.sizes)[: list(scope.sizes).index(AXIS)]
-    if any(scope.sizes[name] > 1 for name in before):
-        return f"data comes after {', '.join(before)} in the mesh"
     if updated(definition.module, arguments.model_state):
         return "the model updates its own state"
     held = {"parameters": definition.params, "gradients": definition.gradients}
     held["model state"] = definition.model_state
     for name, places in held.items():
-        if any(kept_dim(place.spec, AXIS) is not None for place in places.values()):
-            return f"{name} are split over data"
-    if any(kept_dim(x.spec, AXIS) is not None for x in jax.tree.leaves(loss.inputs_at)):
-        return "inputs of the loss are split over data"
-    return None if _splits_rows(loss, arguments.batch, scope) else "data does not split the rows"
+        if any(kept_dim(place.spec, axis) is not None for place in places.values()):
+            return f"{name} are split over {axis}"
+    if any(kept_dim(x.spec, axis) is not None for x in jax.tree.leaves(loss.inputs_at)):
+        return f"inputs of the loss are split over {axis}"
+    return None
 
 
 def _splits_rows(loss: PartLoss, batch: PyTree, scope: Scope) -> bool:
@@ -102,28 +111,28 @@ def _meeting(loss: PartLoss, arguments: LossArguments, microbatches: int) -> str
     groups = loss.definition.scope.sizes[AXIS]
     try:
         with plainly():
-            whole = _traced(loss, arguments, microbatches)
-            part = _traced(loss, arguments, microbatches * groups)
+            whole = traced(loss, arguments, microbatches)
+            part = traced(loss, arguments, microbatches * groups)
     except Exception as error:  # A faulty loss raises again where the step is traced.
         if isinstance(error, ShardlibError):
             return f"the loss needs its mesh: {str(error).splitlines()[0]}"
         return f"the loss needs its mesh, {type(error).__name__}"
-    if gather := _unsafe_gather(whole, loss.definition.scope):
+    if gather := unsafe_gather(whole, loss.definition.scope):
         return gather
     params, state, batch, key, inputs = arguments
     kinds = (SAME, (params, state)), (ROWS, batch), (lost(KEY), key), (SAME, inputs)
     given = [kind for kind, tree in kinds for _ in jax.tree.leaves(tree)]
     found = spreads(whole, part, given, groups)
     found = jax.tree.unflatten(jax.tree.structure(whole.shape), found)
-    return _fault(*found)
+    return fault(*found)
 
 
-def _unsafe_gather(traced: Traced, scope: Scope) -> str | None:
+def unsafe_gather(traced: Traced, scope: Scope, groups: Sequence[str] = (AXIS,)) -> str | None:
     """Returns a gather, other than of `lookup`, that XLA may be unable to partition in a group.
 
     XLA 0.10 ends the process for some tables that two axes cut, in a region manual over a third.
     """
-    if sum(size > 1 for name, size in scope.sizes.items() if name != AXIS) < 2:
+    if sum(size > 1 for name, size in scope.sizes.items() if name not in groups) < 2:
         return None
     for operation in operations(traced.closed.jaxpr):
         if operation.name == "gather" and EXCHANGE not in operation.stack:
@@ -131,8 +140,21 @@ def _unsafe_gather(traced: Traced, scope: Scope) -> str | None:
     return None
 
 
-def _traced(loss: PartLoss, arguments: LossArguments, parts: int) -> Traced:
-    """Returns the gradients and sums for one of several equal parts of the batch, traced."""
+def traced(
+    loss: PartLoss,
+    arguments: LossArguments,
+    parts: int,
+    positions: tuple[Sequence[int | None], int] = ((), 1),
+) -> Traced:
+    """Returns the gradients and sums for one of several equal parts of the batch, traced.
+
+    Args:
+        loss: The loss.
+        arguments: Its arguments for the batch.
+        parts: Number of parts of the rows.
+        positions: The dim of the positions in each leaf of the batch, and the number of parts of
+            the positions.
+    """
 
     def abstract(x: Any, parts: int = 1) -> jax.ShapeDtypeStruct:
         shape = jax.numpy.shape(x)
@@ -141,6 +163,7 @@ def _traced(loss: PartLoss, arguments: LossArguments, parts: int) -> Traced:
 
     rest = jax.tree.map(abstract, arguments._replace(batch=()))
     batch = jax.tree.map(lambda x: abstract(x, parts), arguments.batch)
+    batch = _of_positions(batch, *positions)
 
     def derive(*arguments: PyTree) -> tuple[PyTree, Sums]:
         grads, (sums, _) = loss.derive(*arguments)
@@ -149,43 +172,61 @@ def _traced(loss: PartLoss, arguments: LossArguments, parts: int) -> Traced:
     return trace(derive, tuple(rest._replace(batch=batch)))
 
 
+def _of_positions(batch: PyTree, dims: Sequence[int | None], parts: int) -> PyTree:
+    """Returns the shapes of a batch with one of several parts of the positions."""
+    if parts == 1:
+        return batch
+    leaves, treedef = jax.tree.flatten(batch)
+    cut = []
+    for x, dim in zip(leaves, dims, strict=True):
+        shape = [size // parts if at == dim else size for at, size in enumerate(x.shape)]
+        cut.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
+    return treedef.unflatten(cut)
+
+
 def _is_spread(x: object) -> bool:
     return isinstance(x, Spread)
 
 
-def _fault(grads: PyTree, sums: Sums) -> str | None:
-    """Returns why gradients or metrics, as relations, are not sums over rows; None if they are."""
+def is_joined(metric: Any) -> bool:
+    """Returns whether an aggregate of the whole batch is the join of the aggregates of its
+    parts."""
+    if isinstance(metric, Mean):
+        return is_mean(metric)
+    value: Any = metric.value
+    if isinstance(metric, Sum):
+        return is_sum(value, 0)
+    kinds = {Max: ("max", "same"), Min: ("min", "same"), Output: ("rows",)}
+    return value.kind in kinds[type(metric)] and not value.degree
+
+
+def is_mean(mean: Any) -> bool:
+    """Returns whether total and weight are sums over rows with the same factor, which divides
+    out."""
+    degree = mean.weight.as_sum().degree
+    return is_sum(mean.weight, degree) and is_sum(mean.total, degree)
+
+
+def is_sum(spread: Spread, degree: int) -> bool:
+    total = spread.as_sum()
+    return spread.zero or (total.kind == "sum" and total.degree == degree)
+
+
+def fault(grads: PyTree, sums: Sums, is_joined: Callable[[Any], bool] = is_joined) -> str | None:
+    """Returns why gradients or metrics, as relations, are not sums over rows; None if they are.
+
+    Args:
+        grads: The relations of the gradients.
+        sums: Those of the sums.
+        is_joined: Whether a metric of the whole is known from the metrics of the parts.
+    """
     leaves = jax.tree.leaves((sums, grads), is_leaf=_is_spread)
     if gone := first_lost(leaves):
         return gone.why
     loss: Any = sums["loss"]
     summed = Mean(loss.total, loss.weight)
-    whole = all(_is_mean(Mean(x, loss.weight)) for x in jax.tree.leaves(grads, is_leaf=_is_spread))
-    if not (whole and _is_mean(summed)):
+    whole = all(is_mean(Mean(x, loss.weight)) for x in jax.tree.leaves(grads, is_leaf=_is_spread))
+    if not (whole and is_mean(summed)):
         return "the loss is neither a mean over rows, nor a Mean of two sums over rows"
-    wrong = next((name for name, metric in sums.items() if not _is_joined(metric)), None)
+    wrong = next((name for name, metric in sums.items() if not is_joined(metric)), None)
     return None if wrong is None else f"the metric {wrong!r} is not computed row by row"
-
-
-def _is_joined(metric: Any) -> bool:
-    """Returns whether an aggregate of the whole batch is the join of the aggregates of its
-    parts."""
-    if isinstance(metric, Mean):
-        return _is_mean(metric)
-    value: Any = metric.value
-    if isinstance(metric, Sum):
-        return _is_sum(value, 0)
-    kinds = {Max: ("max", "same"), Min: ("min", "same"), Output: ("rows",)}
-    return value.kind in kinds[type(metric)] and not value.degree
-
-
-def _is_mean(mean: Any) -> bool:
-    """Returns whether total and weight are sums over rows with the same factor, which divides
-    out."""
-    degree = mean.weight.as_sum().degree
-    return _is_sum(mean.weight, degree) and _is_sum(mean.total, degree)
-
-
-def _is_sum(spread: Spread, degree: int) -> bool:
-    total = spread.as_sum()
-    return spread.zero or (total.kind == "sum" and total.degree == degree)

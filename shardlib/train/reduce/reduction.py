@@ -6,6 +6,7 @@ everything is summed at once. By default groups do so where `once` proves that t
 same; else the compiler places the sums over `data`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,10 +20,12 @@ from shardlib.config import configclass
 from shardlib.errors import ConfigError, ModelError, RuleError
 from shardlib.losses.aggregate import join, map_outputs, nothing, split_outputs, with_outputs
 from shardlib.losses.microbatch import split
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import axis_size, manual
 from shardlib.sharding.partition import Placement, pin
+from shardlib.sharding.shared_rows import rows_cut
+from shardlib.train.batches import batch_shardings
 from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss, Sums
 from shardlib.train.reduce.hops import Hops, kept_dim, outer_degree, sum_groups
 from shardlib.train.reduce.uneven import arrange_batch, balance
@@ -30,6 +33,8 @@ from shardlib.train.state import Definition
 
 AXIS = "data"
 """The mesh axis of the groups."""
+CONTEXT = "context"
+"""The mesh axis along which groups may also divide the positions of a row."""
 
 
 @configclass
@@ -79,12 +84,35 @@ class ReductionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ContextGroups:
+    """Groups along `context`, each with a part of the positions of every row."""
+
+    parts: int
+    """Number of parts of a row."""
+    factors: Mapping[str, tuple[float, ...]]
+    """Factor of each array of a metric, in the order of its leaves: the value of the whole is the
+    factor times the sum over groups. It is 1 / `parts` for numbers that every group counts."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Reduction:
     """A `ReductionConfig` resolved for a mesh."""
 
     hops: Hops
     counts: tuple[int, ...]
-    """Microbatches of each group."""
+    """Microbatches of each group along `data`."""
+    context: "ContextGroups | None" = None
+    """The groups along `context`; None if all devices of a group share the positions of a row."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the groups."""
+        return (self.hops.axis, *self.also)
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The axes of the groups besides the one of `hops`."""
+        return () if self.context is None or self.hops.axis == CONTEXT else (CONTEXT,)
 
     @property
     def even(self) -> bool:
@@ -247,7 +275,8 @@ def reduced_gradients(
     sums, outputs = split_outputs(sums)
     definition = loss.definition
     summed = reduction.with_stages(definition)
-    grads, sums = sum_groups(grads, sums, definition.gradients, reduction.hops, summed)
+    places, hops = definition.gradients, reduction.hops
+    grads, sums = sum_groups(grads, sums, places, hops, summed, reduction.also)
     # Groups hold consecutive blocks of rows, so their outputs are concatenated.
     outputs = map_outputs(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), outputs)
     grads = pin(grads, definition.gradients, definition.scope)
@@ -266,23 +295,53 @@ def groups_apart(
     """
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
+    context = reduction.context
 
     def group(*leaves: Any) -> PyTree:
-        arguments, index = LossArguments(*leaves), jax.lax.axis_index(AXIS)
+        arguments = LossArguments(*leaves)
+        index = jax.lax.axis_index(AXIS) if AXIS in reduction.axes else 0
 
         def run(rows: PyTree, first: jax.Array) -> tuple[PyTree, Sums]:
             result = engine(loss, arguments._replace(batch=rows), first)
             return result.grads, result.sums
 
         if reduction.even:
-            added = run(arguments.batch, firsts[index])
+            with rows_cut(context.parts) if context else contextlib.nullcontext():
+                added = run(arguments.batch, firsts[index])
         else:
             parts = split(arguments.batch, reduction.microbatches)
             added = _add_up(run, parts, firsts[index], counts[index])
+        if context:
+            added = added[0], _scaled(added[1], context.factors)
         return jax.tree.map(lambda x: x[None], added)
 
-    shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    return manual(group, (AXIS,), (shared, shared, own, shared, shared), own)(*arguments)
+    shared, own = PartitionSpec(), PartitionSpec(reduction.axes)
+    batch = _group_specs(loss, arguments.batch, reduction)
+    return manual(group, reduction.axes, (shared, shared, batch, shared, shared), own)(*arguments)
+
+
+def _group_specs(loss: PartLoss, batch: PyTree, reduction: Reduction) -> PyTree:
+    """Returns the part of each array of a batch that a group holds."""
+    rows = AXIS if AXIS in reduction.axes else None
+    if reduction.context is None:
+        return PartitionSpec(rows)
+    placed = batch_shardings(batch, loss.definition.scope, loss.batch_axes)
+    return jax.tree.map(
+        lambda at: PartitionSpec(
+            rows, *(CONTEXT if CONTEXT in entry_axes(entry) else None for entry in at.spec[1:])
+        ),
+        placed,
+    )
+
+
+def _scaled(sums: Sums, factors: Mapping[str, tuple[float, ...]]) -> Sums:
+    """Returns the sums of a group with the factors of `ContextGroups`."""
+    scaled = dict(sums)
+    for name, of_leaves in factors.items():
+        leaves, treedef = jax.tree.flatten(sums[name])
+        pairs = zip(leaves, of_leaves, strict=True)
+        scaled[name] = treedef.unflatten([x if by == 1 else x * by for x, by in pairs])
+    return scaled
 
 
 def _add_up(

@@ -1,0 +1,119 @@
+"""Rows of which each device along a mesh axis holds a part, and operations that devices share.
+
+A loss can be computed in a manual region over an axis that cuts the dim `length` of its batch. Each
+device then sees its own positions. Operations between positions, such as attention, ask here for
+the parts of a row and exchange what they need themselves. In a proof that no other operation is
+between positions, `opaque` stands for each of them.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from shardlib.mesh import mesh_sizes
+from shardlib.sharding.constrain import Scope, active, plainly
+
+OPAQUE = "shared_over_rows"
+"""The name of the primitive that stands for a shared operation."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Seen:
+    parts: int
+    scope: Scope | None
+
+
+_WHOLE = _Seen(1, None)
+_rows: contextvars.ContextVar[_Seen] = contextvars.ContextVar("rows", default=_WHOLE)
+
+
+@contextlib.contextmanager
+def rows_cut(parts: int) -> Iterator[None]:
+    """Marks the code of a manual region in which each device holds one of `parts` equal parts of
+    every row."""
+    token = _rows.set(_Seen(parts, None))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+@contextlib.contextmanager
+def proving(parts: int) -> Iterator[None]:
+    """Traces plainly, with `opaque` in place of each shared operation, for one of `parts` parts."""
+    scope = active()
+    token = _rows.set(_Seen(parts, scope))
+    try:
+        with plainly(f"rows of {scope and mesh_sizes(scope.mesh)}"):
+            yield
+    finally:
+        _rows.reset(token)
+
+
+def row_parts() -> int:
+    """Returns the number of parts of a row, of which the code being traced holds one; 1 where it
+    holds whole rows or the compiler cuts them."""
+    return _rows.get().parts
+
+
+def proof_scope() -> Scope | None:
+    """Returns the mesh and rules for which `proving` traces; None outside of it."""
+    return _rows.get().scope
+
+
+def opaque(
+    what: Hashable,
+    arrays: Sequence[jax.Array | None],
+    result: jax.ShapeDtypeStruct,
+    dim: int = 1,
+) -> jax.Array:
+    """Returns a value that is traced and never computed: the result of a shared operation.
+
+    Args:
+        what: The operation and its options.
+        arrays: Its operands. Those with several dims are cut along `dim`; those with one dim are
+            whole.
+        result: Its result, cut along `dim`.
+        dim: The dim of the positions.
+    """
+    given = [x for x in arrays if x is not None]
+    return _opaque((what, dim), result.shape, jnp.dtype(result.dtype), *given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _opaque(what: Hashable, shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -> jax.Array:
+    (result,) = _shared.bind(*arrays, what=what, results=((shape, dtype),), linear=False)
+    return result
+
+
+def _forward(what: Hashable, shape: Any, dtype: Any, *arrays: jax.Array) -> Any:
+    return _opaque(what, shape, dtype, *arrays), arrays
+
+
+def _backward(what: Hashable, shape: Any, dtype: Any, arrays: Any, grad: jax.Array) -> Any:
+    del shape, dtype
+    moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+    results = tuple(
+        (x.shape, x.dtype) for x, is_float in zip(arrays, moving, strict=True) if is_float
+    )
+    grads = iter(_shared.bind(*arrays, grad, what=what, results=results, linear=True))
+    return tuple(next(grads) if is_float else None for is_float in moving)
+
+
+_opaque.defvjp(_forward, _backward)
+_shared = Primitive(OPAQUE)
+_shared.multiple_results = True
+
+
+@_shared.def_abstract_eval
+def _(*arrays: Any, what: Hashable, results: Any, linear: bool) -> list[Any]:
+    del arrays, what, linear
+    return [ShapedArray(shape, dtype) for shape, dtype in results]
