@@ -192,6 +192,8 @@ def constrain(x: jax.Array, *logical_axes: str | None, kind: Kind = "activations
     if scope is None:
         return x
     sharding = scope.sharding(logical_axes, x.shape, kind)
+    if len(manual_axes()) == len(scope.sizes):
+        return x  # No axis is left to the compiler; JAX refuses such a constraint under vmap.
     if AxisType.Explicit in scope.mesh_here.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
