@@ -174,14 +174,18 @@ class TextModel:
             engine.submit(row, Sampling(seed=(seed + index) % 2**32, **options))
             for index, row in enumerate(rows)
         ]
-        check_at = {} if ended is None else dict.fromkeys(range(len(rows)), _FIRST_CHECK)
-        while engine.step():
-            for index in [n for n, at in check_at.items() if len(requests[n].tokens) >= at]:
-                tokens = [token.id for token in requests[index].tokens]
-                check_at[index] = 2 * len(tokens)
-                if ended is not None and ended(index, tokens):
-                    engine.cancel(requests[index])
-                    del check_at[index]
+        try:
+            check_at = {} if ended is None else dict.fromkeys(range(len(rows)), _FIRST_CHECK)
+            while engine.step():
+                for index in [n for n, at in check_at.items() if len(requests[n].tokens) >= at]:
+                    tokens = [token.id for token in requests[index].tokens]
+                    check_at[index] = 2 * len(tokens)
+                    if ended is not None and ended(index, tokens):
+                        engine.cancel(requests[index])
+                        del check_at[index]
+        finally:
+            for request in requests:
+                engine.cancel(request)
         return [request.answer().ids for request in requests]
 
     def _engine(self, tokens: int) -> Engine:
