@@ -42,6 +42,7 @@ def save(
     folder: str | Path,
     *,
     architecture: str | None = None,
+    kept: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Saves a model in the format of Hugging Face, for `AutoModel.from_pretrained`.
@@ -55,6 +56,8 @@ def save(
         folder: A folder that does not exist or is empty. It gets its files when all are complete.
         architecture: The name in `architectures` of config.json; None for the one that the model
             was loaded as, or else the first that can express its config.
+        kept: The contents of a config.json, whose keys that the architecture does not decide are
+            kept; None for that of the folder that the model was loaded from.
         max_file_bytes: Size of the tensors of one file at most, unless one tensor is larger.
 
     Raises:
@@ -65,7 +68,8 @@ def save(
     loaded = source if isinstance(source, Loaded) else None
     on_first_process(lambda: refuse_full(folder), folder)
     described = described_as(model, loaded, architecture)
-    config = _updated(loaded.source if loaded else {}, described.write(model.config))
+    kept = kept or (loaded.source if loaded else {})
+    config = _updated(kept, described.write(model.config))
     layout = TensorTable(described.table(model.config), parameters(functional(model), state=True))
     arrays = arrays_of(model, nnx.Not(nnx.RngState))
     config["torch_dtype"] = str(next(iter(arrays.values())).dtype)

@@ -10,12 +10,13 @@ import jax
 from shardlib import hf
 from shardlib.batch_kinds import DataSpec
 from shardlib.data.images.fields import ImageFields
-from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, read_tokenizer
-from shardlib.errors import CheckpointError, DataError
+from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, Tokenizer, read_tokenizer
+from shardlib.errors import CheckpointError, ConfigError, DataError, ModelError
 from shardlib.finetune import merge, save_adapter
 from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
 from shardlib.run.config import RunConfig
+from shardlib.run.published import TOKENIZER, check_agrees
 from shardlib.run.restore_model import Notify, restore_model
 from shardlib.train.offload import fetch
 
@@ -69,24 +70,34 @@ def export(
         base = getattr(parts.config.model, "init_from", None) or ""
         save_adapter(model, folder, base=base, architecture=architecture)
         return int(state.step)
-    hf.save(merge(model), folder, architecture=architecture)
+    found = _origin(parts.config)
+    origin = None if found is None else found.folder
+    tokenizer, kept = restored.tokenizer, None
+    if found is not None and architecture in (None, found.architecture.name):
+        architecture = found.architecture.name
+        # What the folder says of classes and tokens holds for the same head and tokenizer alone.
+        is_same = found.held is None and _has_tokenizer(found.folder, tokenizer)
+        kept = found.source if is_same else None
+    hf.save(merge(model), folder, architecture=architecture, kept=kept)
     if jax.process_index() == 0:
-        origin = _origin(parts.config)
-        if isinstance(restored.tokenizer, JsonTokenizer):
-            generates = parts.family.generate is not None
-            _add_tokenizer(restored.tokenizer, Path(folder), origin, generates)
+        if isinstance(tokenizer, JsonTokenizer):
+            _add_tokenizer(tokenizer, Path(folder), origin, parts.family.generate is not None)
         _add_pixels(parts.config, parts.data, Path(folder), origin)
     return int(state.step)
 
 
-def _origin(config: RunConfig) -> Path | None:
-    """Returns the folder that a run started from; None without one, or if it is gone."""
+def _origin(config: RunConfig) -> hf.Description | None:
+    """Returns the folder that a run started from; None without one, or if it is gone or another."""
     name = getattr(config.model, "init_from", None)
-    try:
-        return None if name is None else hf.folder_of(name, weights=False)
-    except CheckpointError as error:
-        _LOG.warning("the export has no tokenizer settings or pixel scale of %s: %s", name, error)
+    if name is None:
         return None
+    try:
+        found = hf.describe(name, family=config.model.name)
+        check_agrees(found, config.model)
+    except (CheckpointError, ConfigError, ModelError) as error:
+        _LOG.warning("the export has weights and sizes alone, nothing else of %s: %s", name, error)
+        return None
+    return found
 
 
 def _add_pixels(config: RunConfig, data: DataSpec, folder: Path, origin: Path | None) -> None:
@@ -112,9 +123,9 @@ def _add_tokenizer(
 ) -> None:
     """Writes a tokenizer, with what its own folder says of chats and generation, or else with the
     token that ends a text."""
-    tokenizer.save(folder / "tokenizer.json")
-    first = None if origin is None else origin / "tokenizer.json"
-    if first is not None and _is_of(first, tokenizer):
+    tokenizer.save(folder / TOKENIZER)
+    if origin is not None and _has_tokenizer(origin, tokenizer):
+        first = origin / TOKENIZER
         for file in map(first.with_name, COPIED):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -126,9 +137,12 @@ def _add_tokenizer(
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
 
-def _is_of(file: Path, tokenizer: JsonTokenizer) -> bool:
-    """Returns whether a file holds a tokenizer, with the same end of a text."""
+def _has_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
+    """Returns whether a folder has a tokenizer, with the same end of a text."""
+    file = folder / TOKENIZER
+    if not isinstance(tokenizer, JsonTokenizer) or not file.is_file():
+        return tokenizer is None
     try:
-        return file.is_file() and read_tokenizer(file).fingerprint == tokenizer.fingerprint
+        return read_tokenizer(file).fingerprint == tokenizer.fingerprint
     except DataError:  # The run has a token that its folder does not name, or another file.
         return False

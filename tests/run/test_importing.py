@@ -34,6 +34,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
     hf.save(make(MODEL, DataSpec(), nnx.Rngs(7)), folder, architecture="LlamaForCausalLM")
     train_bpe([TEXT], 300).save(folder / "tokenizer.json")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 3}))
     return folder
 
 
@@ -60,9 +62,12 @@ def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_
     code, _, err = shardlib("checkpoint", "reshard", out, "--mesh", "data=2,fsdp=4", "--to", copy)
     assert (code, err) == (0, "")
     for number, one in enumerate((out, copy)):
-        assert shardlib("export", one, "--out", tmp_path / f"out{number}")[0] == 0
-        exported = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
+        place = tmp_path / f"out{number}"
+        assert shardlib("export", one, "--out", place)[0] == 0
+        exported = (place / "model.safetensors").read_bytes()
         assert exported == (folder / "model.safetensors").read_bytes()
+        configs = (json.loads((one / "config.json").read_text()) for one in (place, folder))
+        assert next(configs) == next(configs)
     assert shardlib("generate", out, "--prompt", "the", "--length", 4)[0] == 0
 
 
