@@ -15,7 +15,8 @@ def export(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Class of the model, such as LlamaForCausalLM; default: the first that fits.",
+            help="Class of the model, such as LlamaForCausalLM; default: that of model.init_from, "
+            "or else the first that fits.",
         ),
     ] = None,
     adapter: Annotated[

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 from shardlib import hf
 from shardlib.batch_kinds import DataSpec
@@ -17,7 +18,7 @@ from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
 from shardlib.run.config import RunConfig
 from shardlib.run.published import TOKENIZER, check_agrees
-from shardlib.run.restore_model import Notify, restore_model
+from shardlib.run.restore_model import Notify, RestoredModel, restore_model
 from shardlib.train.offload import fetch
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def export(
     Args:
         run_dir: Directory of the run, which stays unchanged.
         folder: A folder that does not exist or is empty.
-        architecture: See `shardlib.hf.save`.
+        architecture: See `shardlib.hf.save`; None for that of the folder `model.init_from`, whose
+            other keys of config.json are then kept.
         adapter: Whether the adapters of a run with `finetune` are saved alone, in the format of
             PEFT; otherwise they are merged into the model.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
@@ -70,20 +72,28 @@ def export(
         base = getattr(parts.config.model, "init_from", None) or ""
         save_adapter(model, folder, base=base, architecture=architecture)
         return int(state.step)
+    _save(restored, merge(model), Path(folder), architecture)
+    return int(state.step)
+
+
+def _save(
+    restored: RestoredModel, model: nnx.Module, folder: Path, architecture: str | None
+) -> None:
+    """Saves a model without adapters, with what the folder that the run started from says of it."""
+    parts, tokenizer, kept = restored.parts, restored.tokenizer, None
     found = _origin(parts.config)
-    origin = None if found is None else found.folder
-    tokenizer, kept = restored.tokenizer, None
     if found is not None and architecture in (None, found.architecture.name):
         architecture = found.architecture.name
         # What the folder says of classes and tokens holds for the same head and tokenizer alone.
         is_same = found.held is None and _has_tokenizer(found.folder, tokenizer)
         kept = found.source if is_same else None
-    hf.save(merge(model), folder, architecture=architecture, kept=kept)
-    if jax.process_index() == 0:
-        if isinstance(tokenizer, JsonTokenizer):
-            _add_tokenizer(tokenizer, Path(folder), origin, parts.family.generate is not None)
-        _add_pixels(parts.config, parts.data, Path(folder), origin)
-    return int(state.step)
+    hf.save(model, folder, architecture=architecture, kept=kept)
+    if jax.process_index() > 0:
+        return
+    origin = None if found is None else found.folder
+    if isinstance(tokenizer, JsonTokenizer):
+        _add_tokenizer(tokenizer, folder, origin, parts.family.generate is not None)
+    _add_pixels(parts.config, parts.data, folder, origin)
 
 
 def _origin(config: RunConfig) -> hf.Description | None:
