@@ -307,7 +307,8 @@ eval: {{every_steps: {steps}}}
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+@pytest.mark.rest("soak")
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "fsdp=8"])
 def test_a_run_learns_completions(tmp_path, mesh):
     _, data = sums(tmp_path)
     losses = {}

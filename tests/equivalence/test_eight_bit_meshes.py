@@ -1,5 +1,7 @@
 """Training in 8 bits gives one device's loss and gradients on every mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,11 @@ def train(mesh, dot, num_devices=8):
     return float(metrics["loss"]), jax.device_get(named_leaves(state.opt_state))
 
 
+@functools.cache
+def train_on_one_device(dot):
+    return train("data=1", dot, num_devices=1)
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -35,11 +42,11 @@ def test_a_step_is_the_same_on_every_mesh(mesh, name):
     """Inputs of a product differ by float32 rounding, of which hardly any crosses a step of 8 bits:
     a number that did would show as 1e-3 and more."""
     loss, gradients = train(mesh, DOTS[name])
-    expected_loss, expected = train("data=1", DOTS[name], num_devices=1)
+    expected_loss, expected = train_on_one_device(DOTS[name])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, value in expected.items():
         error = np.linalg.norm(gradients[path] - value)
         assert error <= 1e-5 * np.linalg.norm(value), path
-    plain = train("data=1", jax.lax.dot_general, num_devices=1)[1]
+    plain = train_on_one_device(jax.lax.dot_general)[1]
     kernel = "trace/layers/mlp/up/kernel"
     assert np.linalg.norm(plain[kernel] - expected[kernel]) > 1e-3 * np.linalg.norm(plain[kernel])
