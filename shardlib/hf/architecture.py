@@ -222,9 +222,14 @@ def find_architecture(name: str) -> tuple[ModelFamily, Architecture]:
     """
     known = architectures()
     if name not in known:
+        stem = name.partition("For")[0]
+        same = [one for one in known if one.startswith(f"{stem}For")]
+        hint = did_you_mean(name, same or known)
+        if same and not hint:
+            hint = f" Of {stem}, {', '.join(same)} is read."
         raise ModelError(
             f"no model family reads the architecture {name!r}; "
-            f"known: {', '.join(sorted(known)) or 'none'}.{did_you_mean(name, known)}\n"
+            f"known: {', '.join(sorted(known)) or 'none'}.{hint}\n"
             "  Add it to the `architectures` of a family, as CONTRIBUTING.md describes."
         )
     family, path = known[name]

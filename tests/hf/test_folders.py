@@ -84,6 +84,11 @@ WRONG = {
         ModelError,
         r"'LlamaForCausalML'.*Did you mean 'LlamaForCausalLM'\?\n  Add",
     ),
+    "text and images": (
+        {"architectures": ["Gemma3ForConditionalGeneration"]},
+        ModelError,
+        r"'Gemma3ForConditionalGeneration'.* Of Gemma3, Gemma3ForCausalLM is read\.\n  Add",
+    ),
     "no architecture": ({"architectures": None}, CheckpointError, r"architectures=None.*\n  Write"),
     "unsupported values": (
         {"attention_bias": True, "hidden_act": "mish", "rope_parameters": {"rope_type": "dynamic"}},
