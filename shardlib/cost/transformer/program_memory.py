@@ -32,6 +32,9 @@ _OTHER_COPIES = 6
 JAX, and its output. A mask counts as one."""
 _HIDDEN_AT_ONCE = 4
 """Hidden vectors of the MLP in its backward pass: gate and up, and the gradients of both."""
+_GATED_HIDDEN_AT_ONCE = {"tpu": 3}
+"""The same for a gated MLP that is computed again, where it is fewer. Programs for TPUs hold gate,
+up and the gradient of their product, and compute the gradients of the two where they are read."""
 _RESIDUALS_AT_ONCE = 6
 """Vectors of residual-stream width in the backward pass of a layer, whole along the length: the
 input of both branches, the incoming gradient, the gradients of gate and up, and their sum."""
@@ -195,7 +198,11 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     residual = (_RESIDUALS_AT_ONCE + on_gpu) * model.embed * width
     # Attention accumulates its output and its gradients in float32.
     attention = 2 * (_FLOAT32 + width) * model.heads * model.value_dim / tensor
-    hidden = _HIDDEN_AT_ONCE if "up" not in job.remat.kept else _HIDDEN_AT_ONCE / 2
+    hidden: float = _HIDDEN_AT_ONCE
+    if "up" in job.remat.kept:
+        hidden /= 2
+    elif model.gated:
+        hidden = _GATED_HIDDEN_AT_ONCE.get(cluster.platform, hidden)
     if not (model.experts and model.routed_layers):
         return residual + attention + hidden * width * model.mlp / tensor
     experts = model.experts
