@@ -362,14 +362,16 @@ def test_text_and_data_say_the_same():
 @pytest.mark.parametrize(
     ("batch", "line"),
     [
-        (
+        pytest.param(
             100,
             "100 sequences divide over 4 of the 8 devices at most; 96 (786K tokens) or 104 (852K "
             "tokens) would divide over all",
+            marks=pytest.mark.mesh,
+            id="100",
         ),
         (5, "5 sequences divide over 1 of the 8 devices at most; 8 (65.5K tokens) would divide"),
         (4, None),
-        (64, None),
+        pytest.param(64, None, marks=pytest.mark.mesh),
     ],
 )
 def test_a_batch_that_few_meshes_divide(batch, line):

@@ -145,6 +145,7 @@ def test_models(official):
         official.models.retrieve("big")
 
 
+@pytest.mark.mesh
 def test_an_adapter_is_a_model_of_its_own():
     adapted = lora(Served().model, rngs=nnx.Rngs(0))
     for _, factor in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)):
