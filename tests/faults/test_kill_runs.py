@@ -82,7 +82,7 @@ def check_killed_runs(lab, root, *, processes, kills, steps, seed):
 
 
 def test_a_run_that_is_killed(lab, tmp_path):
-    assert check_killed_runs(lab, tmp_path, processes=1, kills=1, steps=60, seed=0) == 1
+    assert check_killed_runs(lab, tmp_path, processes=1, kills=1, steps=40, seed=0) == 1
 
 
 @pytest.mark.soak
