@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.find.axes import MOVE, SLICE, Kind, Names, Tensor, TracedAxes, TracedUse
+from shardlib.find.trace import INPUT
 from shardlib.partitioner.factors import Factors
 from shardlib.partitioner.layout import num_bytes
 
@@ -41,6 +42,11 @@ class FoundAxis:
     """The dims of arguments that belong to it; none for an axis within the program."""
     is_layers: bool = False
     """Whether a loop takes one layer after the other along it."""
+
+    @property
+    def is_of_params(self) -> bool:
+        """Whether a parameter has it; the batch and sequences are of inputs alone."""
+        return any(not touch.pattern.startswith(INPUT) for touch in self.touches)
 
 
 @dataclasses.dataclass

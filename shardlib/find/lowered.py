@@ -19,13 +19,12 @@ from shardlib.cost.costs import Memory
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.traced.costs import Tally, Walk
 from shardlib.cost.traced.layout import MICRO, Moved, Spec, replicated
-from shardlib.cost.traced.primitives import COLLECTIVES
 from shardlib.cost.traced.step import TracedStep
 from shardlib.find.axes import Kind
 from shardlib.find.planned import planned_layouts
+from shardlib.find.simplified import selected, summed_once, without_repeats
 from shardlib.find.traffic import Traffic
 from shardlib.hardware import Cluster
-from shardlib.jaxprs import is_literal, subprograms
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner import Traced, ValueLayout, analyze, execute, from_spec, who_partitions
 from shardlib.paths import named_leaves
@@ -33,8 +32,6 @@ from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import AxisRules
 from shardlib.sharding.constrain import use
 from shardlib.sharding.partition import Placement
-
-_FENCES = frozenset(("optimization_barrier",))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +127,9 @@ def lowered_tally(step: TracedStep, layout: Layout, platform: str) -> Tally | No
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
         made = jax.make_jaxpr(lambda *a: execute(analyzed, scope, a, quiet=True))(*avals)
     (region,) = (e for e in made.eqns if e.primitive.name == "shard_map")
-    program = _without_repeats(region.params["jaxpr"])
+    program = summed_once(without_repeats(region.params["jaxpr"]))
+    if platform == "tpu":
+        program = selected(program)
     is_param = [kind == "param" for _, kind in arguments]
     return _counted(program, is_param, layout, batch)
 
@@ -168,32 +167,6 @@ def _arguments(
 
 def _layout(placement: Placement, *, stored: bool = False) -> ValueLayout:
     return from_spec(placement.spec, len(placement.shape), stored=stored)
-
-
-def _without_repeats(program: Jaxpr) -> Jaxpr:
-    """Returns the program of a device in which equal operations are one, as compilers make them:
-    a parameter that two passes gather alike is gathered once."""
-    made: dict[tuple, Sequence[Any]] = {}
-    same: dict[Any, Any] = {}
-    equations = []
-
-    def read(atom: Any) -> Any:
-        return atom if is_literal(atom) else same.get(atom, atom)
-
-    for equation in program.eqns:
-        equation = equation.replace(invars=[read(v) for v in equation.invars])
-        name = equation.primitive.name
-        if name in COLLECTIVES or not (
-            equation.effects or name in _FENCES or any(subprograms(equation))
-        ):
-            read_here = (v.val if is_literal(v) else id(v) for v in equation.invars)
-            key = name, *map(str, read_here), str(equation.params)
-            if key in made:
-                same.update(zip(equation.outvars, made[key], strict=True))
-                continue
-            made[key] = equation.outvars
-        equations.append(equation)
-    return program.replace(eqns=equations, outvars=[read(v) for v in program.outvars])
 
 
 def _counted(

@@ -74,6 +74,8 @@ class Objective:
     """Memory of a device that is not for state and activations."""
     nested_params: bool = False
     """Whether a move of a parameter only adds or removes mesh axes, as in rules written by hand."""
+    params_alone: bool = False
+    """Whether only axes of parameters are cut, besides the pinned ones: sequences stay whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +261,8 @@ class LayoutProblem(IntegerProgram):
         after the other."""
         for dim, (axes, axis) in enumerate(zip(dims, tensor.axes, strict=True)):
             found = self.classes.axes[axis]
-            whole = 1 if found.is_layers else math.gcd(tensor.shape[dim], found.size)
+            keeps = self.objective.params_alone and not found.is_of_params
+            whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], found.size)
             if dim not in pins and whole % self.network.degree(axes):
                 return False
         return True

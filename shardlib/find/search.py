@@ -46,9 +46,9 @@ _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 _NEAR = 0.05
 """Share of a step by which they must be quicker: both cost models err by a few percent."""
 
-_BONUS = {"found": _NEAR, "nested": _NEAR + 0.02}
+_BONUS = {"found": _NEAR, **dict.fromkeys(("nested", "whole sequences"), _NEAR + 0.02)}
 """Shares of a step by which other answers must be quicker. TPU compilers turn some scattered sums
-behind a move of a weight's gradient into whole ones, which `nested` avoids."""
+behind a move of a weight's gradient into whole ones, which `nested` moves avoid."""
 _FAR = 1.3
 """Times the seconds of the best answer by the integer program beyond which none is lowered."""
 _MOST_LOWERED = 3
@@ -261,8 +261,8 @@ class Search:
     def _otherwise(
         self, objective: Objective, layout: Layout, own: "_Answer", lowers: bool
     ) -> Iterator[tuple[str, Objective]]:
-        """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, with the
-        rows of the batch cut over `tensor` as well, or without `tensor`.
+        """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, and with
+        whole sequences, without `tensor`, or with the rows of the batch cut over it as well.
 
         The integer program misses some costs of a program, so that answers that it finds alike may
         differ once they are lowered. Without lowering, rows are cut where leaving `tensor` idle is
@@ -271,7 +271,9 @@ class Search:
         if layout.tensor == 1 or self.given is not None:
             return
         if lowers:
-            yield "nested", dataclasses.replace(objective, nested_params=True)
+            nested = dataclasses.replace(objective, nested_params=True)
+            yield "nested", nested
+            yield "whole sequences", dataclasses.replace(nested, params_alone=True)
             links = {a: link for a, link in objective.network.links.items() if a != "tensor"}
             yield "without tensor", dataclasses.replace(objective, network=Network(links))
         else:

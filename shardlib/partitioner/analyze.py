@@ -215,6 +215,7 @@ class LayoutWalk:
             tuple(plans),
             tuple(map(self._sharers, operation.invars)),
             all(v in planned for v in operation.outvars),
+            tuple(map(self._readers.num_terms, operation.outvars)) if planned else (),
         )
 
     def _sharers(self, atom: Atom) -> int:

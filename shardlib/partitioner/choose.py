@@ -24,7 +24,8 @@ class CutProblem:
     operands and results. `wanted` are the dims that readers want for the results, None if unknown.
     `planned` are the dims in which rules want the results; empty without such rules. `sharers` are
     the operations that share a move of each operand, if the cut follows the operands alone, or if
-    rules place the results (`is_placed`): other readers then have the same plan.
+    rules place the results (`is_placed`): other readers then have the same plan. `terms` are the
+    products that share the sum over devices of each planned result, as they are added up.
     """
 
     factors: Factors
@@ -35,6 +36,7 @@ class CutProblem:
     planned: tuple[Dims | None, ...] = ()
     sharers: tuple[int, ...] = ()
     is_placed: bool = False
+    terms: tuple[int, ...] = ()
 
     def cuts(self) -> Iterator[tuple[str, Dim]]:
         """Yields each mesh axis with a factor that it cuts, the largest operand first."""
@@ -120,14 +122,16 @@ def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
         cost += moved_bytes(size / count, layout, dims_of(dims, assignment), sizes)
     summed = degree([a for f in factors.reduced for a in assignment.get(f, ())], sizes)
     planned = problem.planned or (None,) * len(factors.results)
-    for dims, size, plan in zip(factors.results, problem.result_bytes, planned, strict=True):
+    terms = problem.terms or (1,) * len(factors.results)
+    results = zip(factors.results, problem.result_bytes, planned, terms, strict=True)
+    for dims, size, plan, count in results:
         made = dims_of(dims, assignment)
         cut = degree([axis for dim in made for axis in dim], sizes)
         if plan is None:
             cost += size / cut * (1 / _MEMORY_PER_LINK_BYTE + 2 * (summed - 1) / summed)
             continue
         pending = frozenset(a for f in factors.reduced for a in assignment.get(f, ()))
-        moved = moved_bytes(size, ValueLayout(made, pending), plan, sizes)
+        moved = moved_bytes(size / count, ValueLayout(made, pending), plan, sizes)
         cost += size / cut / _MEMORY_PER_LINK_BYTE + moved
     return cost
 

@@ -14,6 +14,8 @@ from shardlib.partitioner.layout import Dims, ValueLayout
 
 _FAR = 8
 """Number of operations to look ahead."""
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_SUM_OF_TERMS = frozenset(("add_any", "transpose"))
 _FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"}
 
 
@@ -89,6 +91,25 @@ class Readers:
             if dims is not None and any(dims):
                 return dims
         return None
+
+    def num_terms(self, var: Value) -> int:
+        """Returns how many products are added to one gradient with a value, itself included: a sum
+        over devices is taken once of all of them."""
+        root = var
+        while (after := self._only_reader(root)) and after.name in _SUM_OF_TERMS:
+            root = after.outvars[0]
+        terms, left = 0, [root]
+        while left:
+            maker = self._makers.get(left.pop())
+            if maker and maker.name in _SUM_OF_TERMS:
+                left += [v for v in maker.invars if not is_literal(v) and self._only_reader(v)]
+            elif maker:
+                terms += maker.name in _PRODUCTS
+        return max(terms, 1)
+
+    def _only_reader(self, var: Atom) -> Operation | None:
+        readers = self._readers.get(var, ())
+        return readers[0] if len(readers) == 1 else None
 
     def _guess(self, var: Atom, depth: int) -> Dims | None:
         """Returns the future layout of a value computed elementwise from known ones."""

@@ -1,10 +1,14 @@
 """The program of a device tells what a step sends before anything is compiled."""
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 from unannotated_lm import LM, loss, shapes
 
 import shardlib as sl
+from shardlib.find.simplified import selected, summed_once
 
 LEAST_BYTES = 1e5
 
@@ -63,3 +67,34 @@ def test_answers_are_ranked_by_what_a_device_runs():
     again = found.compared_with(found.rules, "again").prices[-1]
     assert (again.seconds, again.memory_bytes) == (price.seconds, price.memory_bytes)
     assert "nothing hidden" in str(found)
+
+
+def test_sums_over_devices_that_are_added_are_one():
+    """Compilers add first; a transposition in between changes nothing."""
+
+    def added(a, b, c):
+        sums = (lax.psum_scatter(x, "fsdp", tiled=True) for x in (a, b))
+        first, second = (x.T for x in sums)
+        return first + second + lax.psum_scatter(c, "fsdp", tiled=True).T
+
+    jaxpr = jax.make_jaxpr(added, axis_env=[("fsdp", 4)])(*(jnp.ones((8, 4)),) * 3).jaxpr
+    names = [e.primitive.name for e in summed_once(jaxpr).eqns]
+    assert sorted(names) == ["add", "add", "reduce_scatter", "transpose"]
+    assert summed_once(jaxpr).outvars == jaxpr.outvars
+
+
+def test_an_addition_to_one_element_of_each_row_is_elementwise():
+    """TPU compilers compare positions where each row has one index, and scatter otherwise."""
+    rows = (0, 1)
+    numbers = lax.ScatterDimensionNumbers((), (2,), (2,), rows, rows)
+
+    def added(x, ids, more):
+        return lax.scatter_add(x, ids, more, numbers, mode="promise_in_bounds")
+
+    x, more = jax.random.normal(jax.random.key(0), (2, 3, 8)), jnp.arange(6.0).reshape(2, 3, 1)
+    ids = jnp.array([[1, 7, 0], [3, 3, 2]])[..., None, None]
+    closed = jax.make_jaxpr(added)(x, ids, more)
+    program = selected(closed.jaxpr)
+    assert not {"scatter-add"} & {e.primitive.name for e in program.eqns}
+    (made,) = jax.core.eval_jaxpr(program, closed.consts, x, ids, more)
+    assert (made == added(x, ids, more)).all()

@@ -141,3 +141,23 @@ def test_a_planned_result_is_cut_where_the_sum_would_send_more():
     )
     assert choose(problem, SIZES) == {1: ("tensor",)}
     assert choose(dataclasses.replace(problem, planned=(None,)), SIZES) == {2: ("tensor",)}
+
+
+def test_products_that_are_added_share_their_sum():
+    """The gradient of what queries, keys and values read: one of three gathers its operand, all
+    three are summed over devices once."""
+    rows, width, heads = 2048, 1024, 1024
+    factors = Factors(((0, 2), (1, 2)), ((0, 1),), (rows, width, heads), reduced={2: "sum"})
+    by_heads = from_spec((None, "tensor"), 2)
+    problem = CutProblem(
+        factors,
+        (by_heads, by_heads),
+        (2 * rows * heads, 2 * width * heads),
+        (2 * rows * width,),
+        (None,),
+        (((), ("tensor",)),),
+        sharers=(2, 1),
+        is_placed=True,
+    )
+    assert choose(problem, SIZES) == {1: ("tensor",)}
+    assert choose(dataclasses.replace(problem, terms=(3,)), SIZES) == {2: ("tensor",)}
