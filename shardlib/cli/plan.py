@@ -23,7 +23,7 @@ from shardlib.hardware import is_mixed
 
 if TYPE_CHECKING:
     from shardlib.find import FoundRules
-    from shardlib.find.questions import WhyNotRule
+    from shardlib.find.why_not import WhyNotRule
     from shardlib.plan.result import Plans
     from shardlib.run.config import RunConfig
     from shardlib.run.reports.verify_plans import Verification

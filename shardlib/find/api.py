@@ -7,7 +7,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, MeshError, did_you_mean
-from shardlib.find.classes import Classes
+from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
 from shardlib.find.trace import TracedLoss, fsdp_alone, trace_loss

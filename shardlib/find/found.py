@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from shardlib.config import to_dict
 from shardlib.explain.report.html_page import document
-from shardlib.find.classes import Classes, pattern_of
+from shardlib.find.equivalence import Classes, pattern_of
 from shardlib.find.problem import Solution
-from shardlib.find.questions import PARTS, Questions, WhyNotRule
 from shardlib.find.traffic import Traffic
+from shardlib.find.why_not import PARTS, Questions, WhyNotRule
 from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
 from shardlib.rules import AxisRules, RulesConfig

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.axes import Names
-from shardlib.find.classes import Classes
+from shardlib.find.equivalence import Classes
 from shardlib.find.program import IntegerProgram
 from shardlib.partitioner.layout import Dims
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
-from shardlib.find.classes import Classes, FoundAxis, Touch, pattern_of
+from shardlib.find.equivalence import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.planned import VARIANT
 from shardlib.find.problem import Solution
 from shardlib.find.trace import INPUT

@@ -21,7 +21,7 @@ from typing import get_args
 from shardlib.cost.machine.rates import Rates
 from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
 from shardlib.find.axes import SLICE
-from shardlib.find.classes import Classes, Edge, OperationClass, TensorClass
+from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
 from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
 from shardlib.find.named_choices import NamedChoices
 from shardlib.find.program import IntegerProgram, Part

@@ -18,16 +18,16 @@ from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
-from shardlib.find.classes import Classes
+from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules, Price
 from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
 from shardlib.find.problem import LayoutProblem, Objective, Solution, does_not_fit
-from shardlib.find.questions import Questions
 from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import Traffic, predicted_traffic
+from shardlib.find.why_not import Questions
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.mesh import abstract_mesh

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping
 
 from shardlib.cost.layout import AXES
-from shardlib.find.classes import Edge, OperationClass
+from shardlib.find.equivalence import Edge, OperationClass
 from shardlib.find.moves import Kind
 from shardlib.find.problem import LayoutProblem, Solution
 from shardlib.partitioner.factors import Assignment, dims_of

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from shardlib.sharding.extremes import extreme
+from shardlib.sharding.across_devices import extreme
 
 
 class Mean(NamedTuple):

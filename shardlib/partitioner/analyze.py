@@ -30,6 +30,7 @@ from shardlib.jaxprs import (
     is_literal,
     scan_parts,
 )
+from shardlib.partitioner.backward_layouts import Readers, wanted_layouts
 from shardlib.partitioner.choose import CutProblem, choose
 from shardlib.partitioner.factors import ELEMENTWISE, Assignment, Factors, dims_of, factors_of
 from shardlib.partitioner.layout import (
@@ -45,7 +46,6 @@ from shardlib.partitioner.layout import (
     whole,
 )
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
-from shardlib.partitioner.wanted import Readers, wanted_layouts
 
 _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "run_state"})
 # A parameter that is only cast, transposed or named keeps its storage layout.

@@ -15,7 +15,7 @@ from shardlib.jaxprs import REMAT, Atom, Value, array_of, is_literal, scan_parts
 from shardlib.partitioner.factors import COLLECTIVES, Arrays, DevicePiece, bind, dims_of
 from shardlib.partitioner.layout import Sizes, ValueLayout, made, move, moved_bytes, whole
 from shardlib.partitioner.program import PartitionedProgram, Step
-from shardlib.sharding.extremes import Extreme, extreme
+from shardlib.sharding.across_devices import Extreme, extreme
 
 Collective = Callable[[jax.Array], jax.Array]
 

@@ -56,7 +56,6 @@ from shardlib.train.program import (
     reported_shardings,
 )
 from shardlib.train.reduce.context_groups import with_context
-from shardlib.train.reduce.once import GradientSums, choose_sums
 from shardlib.train.reduce.reduction import (
     Reduction,
     ReductionConfig,
@@ -64,6 +63,7 @@ from shardlib.train.reduce.reduction import (
     plan_reduction,
     reduced_gradients,
 )
+from shardlib.train.reduce.sum_once import GradientSums, choose_sums
 from shardlib.train.state import Definition, TrainState, state_shardings
 from shardlib.train.update import update
 

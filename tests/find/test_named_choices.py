@@ -12,7 +12,7 @@ from test_problem import objective_on, table_of
 import shardlib as sl
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.axes import TracedAxes, params_table
-from shardlib.find.classes import Classes
+from shardlib.find.equivalence import Classes
 from shardlib.find.problem import LayoutProblem
 from shardlib.partitioner.layout import from_spec
 from shardlib.plan.workloads.tracing import naming

@@ -14,7 +14,7 @@ from shardlib.cost.machine.fabric import links
 from shardlib.cost.machine.rates import rates_on
 from shardlib.errors import DoesNotFitError
 from shardlib.find.axes import TracedAxes
-from shardlib.find.classes import Classes
+from shardlib.find.equivalence import Classes
 from shardlib.find.moves import Network
 from shardlib.find.problem import LayoutProblem, Objective
 from shardlib.hardware import parse_cluster

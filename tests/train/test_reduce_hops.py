@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.mesh import abstract_mesh
-from shardlib.train.reduce import hops as reduce_hops
-from shardlib.train.reduce.hops import Hops, outer_degree, sum_leaves
+from shardlib.train.reduce import hierarchical as reduce_hops
+from shardlib.train.reduce.hierarchical import Hops, outer_degree, sum_leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ def embedding_weights(device: Device) -> float:
 def sums_once(model: Transformer, layout: Layout) -> bool:
     """Returns whether gradients are summed over `data` and `context` once a step by default: where
     no row meets another, nor a position but in attention, as in dense models without stages
-    (`shardlib.train.reduce.once`)."""
+    (`shardlib.train.reduce.sum_once`)."""
     return layout.microbatches > 1 and layout.stage == 1 and not model.routed_layers
 
 

@@ -50,7 +50,7 @@ from shardlib.train.local_sgd.state import (
     replace_own,
 )
 from shardlib.train.program import JittedStep, PlacedProgram, refuse_donated
-from shardlib.train.reduce.hops import Hops, outer_degree, sum_groups
+from shardlib.train.reduce.hierarchical import Hops, outer_degree, sum_groups
 from shardlib.train.reduce.reduction import AXIS, ReductionConfig
 from shardlib.train.reduce.uneven import check_rows
 from shardlib.train.state import Definition, TrainState, state_shardings

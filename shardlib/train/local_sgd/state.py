@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from shardlib.errors import RuleError
 from shardlib.sharding.partition import Placement
-from shardlib.train.reduce.hops import kept_dim
+from shardlib.train.reduce.hierarchical import kept_dim
 from shardlib.train.reduce.reduction import AXIS
 from shardlib.train.state import Definition, TrainState, state_shardings
 

@@ -22,8 +22,9 @@ from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.sharding.shared_rows import proving
 from shardlib.train.batches import batch_shardings
 from shardlib.train.gradients import LossArguments, PartLoss, Sums
-from shardlib.train.reduce.hops import Hops
-from shardlib.train.reduce.once import (
+from shardlib.train.reduce.hierarchical import Hops
+from shardlib.train.reduce.reduction import AXIS, CONTEXT, ContextGroups, Reduction
+from shardlib.train.reduce.sum_once import (
     GradientSums,
     fault,
     held_by_groups,
@@ -32,7 +33,6 @@ from shardlib.train.reduce.once import (
     traced,
     unsafe_gather,
 )
-from shardlib.train.reduce.reduction import AXIS, CONTEXT, ContextGroups, Reduction
 
 _EACH = "over context in each microbatch: "
 

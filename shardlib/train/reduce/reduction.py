@@ -27,7 +27,7 @@ from shardlib.sharding.partition import Placement, pin
 from shardlib.sharding.shared_rows import rows_cut
 from shardlib.train.batches import batch_shardings
 from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss, Sums
-from shardlib.train.reduce.hops import Hops, kept_dim, outer_degree, sum_groups
+from shardlib.train.reduce.hierarchical import Hops, kept_dim, outer_degree, sum_groups
 from shardlib.train.reduce.uneven import arrange_batch, balance
 from shardlib.train.state import Definition
 

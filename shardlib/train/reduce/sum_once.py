@@ -28,7 +28,7 @@ from shardlib.partitioner.spread import KEY, ROWS, SAME, Spread, first_lost, los
 from shardlib.sharding.constrain import Scope, plainly
 from shardlib.train.batches import batch_shardings
 from shardlib.train.gradients import LossArguments, PartLoss, Sums
-from shardlib.train.reduce.hops import kept_dim
+from shardlib.train.reduce.hierarchical import kept_dim
 from shardlib.train.reduce.reduction import AXIS, Reduction, ReductionConfig, plan_reduction
 
 _ONCE = ReductionConfig(dtype="f32")
