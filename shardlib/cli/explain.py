@@ -117,7 +117,7 @@ def explain(
         options = {**of_serving, "compiles": not abstract}
         fits = explain_serving(config, on, options, of_training, as_json)
         raise typer.Exit(int(strict and not fits))
-    check_without_serving(of_serving, "explains")
+    check_without_serving(of_serving, "explains", "--serve")
     if on is not None:  # Does not use the devices of this machine.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")

@@ -122,7 +122,7 @@ def plan(
         }  # fmt: skip
         options = {**of_serving, "precision": precision, "top": top}
         return plan_serving(serve, on, options, of_training, as_json=as_json)
-    check_without_serving(of_serving, "plans")
+    check_without_serving(of_serving, "plans", "--serve MODEL")
     _check(on, config, model, verify)
     asked = [one for one in why_not or () if ":" in one]
     _check_rules(on, config, rules, asked)

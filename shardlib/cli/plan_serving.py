@@ -81,9 +81,11 @@ def named(model: str) -> Any:
     return load_config(model, None) if is_folder or path.suffix in (".yaml", ".yml") else model
 
 
-def check_without_serving(of_serving: dict[str, Any], verb: str) -> None:
-    """Raises `ConfigError` for options of serving without --serve."""
+def check_without_serving(of_serving: dict[str, Any], verb: str, add: str) -> None:
+    """Raises `ConfigError` for options of serving without --serve; `add` is what to add."""
     if given := [f"--{name}" for name, value in of_serving.items() if value is not None]:
+        is_one = len(given) == 1
         raise ConfigError(
-            f"{', '.join(given)} {verb} how to serve a model.\n  Add --serve, or leave it out."
+            f"{', '.join(given)} {verb if is_one else verb.removesuffix('s')} how to serve a model."
+            f"\n  Add {add}, or leave {'it' if is_one else 'them'} out."
         )

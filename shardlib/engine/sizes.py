@@ -71,7 +71,7 @@ def engine_sizes(
         ModelError: If sizes do not fit.
     """
     few = {} if pages is None else {"pages": pages}
-    _check(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
+    check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
     slots = -(-slots // groups)
     pages = None if pages is None else pages // groups
     context = _context(context, max_length, None if pages is None else pages * page_size)
@@ -109,10 +109,12 @@ def _context(asked: int | None, model: int | None, positions: int | None) -> int
     return context
 
 
-def _check(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
     """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
-    wrong = [f"{name}={size} is less than 1" for name, size in sizes.items() if size < 1]
-    if not wrong and sizes["chunk"] % sizes["lane"]:
-        wrong = ["chunk={chunk} is not a multiple of lane={lane}".format(**sizes)]
-    if wrong:
-        raise ModelError(f"{', '.join(wrong)}.\n  Give another size.")
+    if wrong := [f"{name}={size} is less than 1" for name, size in sizes.items() if size < 1]:
+        raise ModelError(f"{', '.join(wrong)}.\n  Give 1 or more.")
+    chunk, lane = sizes["chunk"], sizes["lane"]
+    if chunk % lane:
+        below = chunk // lane * lane
+        near = f"{below} or {below + lane}" if below else f"{lane}"
+        raise ModelError(f"chunk={chunk} is not a multiple of lane={lane}.\n  Give {near}.")

@@ -201,7 +201,8 @@ def test_the_report_tells_mesh_memory_and_times(plans):
 def test_a_model_that_does_not_fit_is_told_what_is_missing():
     with pytest.raises(MeshError, match=r"leanest mesh \(tensor=8\) .* 2\.\d GiB are missing") as e:
         plan_serving("llama3-70b", on="v5e-8", context="8k")
-    assert str(e.value).endswith("Take v5e-16.")
+    assert str(e.value).endswith("Add --weights int8.\n  Take v5e-16.")
+    assert plan_serving("llama3-70b", on="v5e-8", context="8k", weights="int8").best.fits
 
 
 def test_times_that_nothing_keeps_are_told_with_those_that_it_keeps():
@@ -278,7 +279,7 @@ def test_the_command_plans_a_folder_and_a_run(shardlib, small_folder):
     assert "CONFIG" in err
     code, _, err = shardlib("plan", *given, "--slo", "itl=1s")
     assert code == 2
-    assert "--serve" in err
+    assert "Add --serve MODEL, or leave it out." in err
     code, _, err = shardlib("explain", *given, "--slots", 3)
     assert code == 2
     assert "--slots explains how to serve" in err
@@ -297,11 +298,75 @@ def test_an_engine_is_explained_as_it_is_planned(shardlib, small_folder):
     assert code == 0
     assert "an engine of mesh=data=4, rules serve" in out
     assert "sequences of 64 tokens fit, or one of 128" in out
+    code, out, _ = shardlib(*asked, "--mesh", "data=4", "--slots", 8, "--chunk", 64)
+    assert "Decoding: 2 rows a device. Reading: those rows and 64 prompt tokens." in out
     code, _, err = shardlib(*asked, "--mesh", "context=2,tensor=2")
     assert code == 2
     assert "Choose one of: " in err
     code, _, err = shardlib(*asked, "--diff")
     assert "--diff how to train" in err
+
+
+ON_V5E: dict[str, Any] = {"on": "v5e-8", "compiles": False}
+
+
+def test_an_engine_with_given_slots_has_a_chunk_that_fits():
+    fits = explain_serving("llama3-8b", **ON_V5E, mesh="tensor=8", slots=95)
+    assert fits.fits
+    assert (
+        fits.plan.tokens_per_second
+        > 0.98
+        * (
+            explain_serving("llama3-8b", **ON_V5E, mesh="tensor=8", slots=95, chunk=128)
+        ).plan.tokens_per_second
+    )
+    over = explain_serving("llama3-8b", **ON_V5E, slots=200)
+    assert not over.fits
+    assert "it does not fit: " in str(over)
+    assert (over.plan.mesh, over.plan.chunk) == ("tensor=8", 128)
+
+
+def test_a_mesh_or_chunk_that_does_not_fit_is_told_one_that_does():
+    with pytest.raises(MeshError, match=r"^mesh=data=8 does not fit .* GiB are missing") as e:
+        explain_serving("llama3-8b", **ON_V5E, mesh="data=8")
+    assert str(e.value).endswith("Leave --mesh out, or use tensor=8.\n  Add --weights int8.")
+    with pytest.raises(MeshError, match=r"^chunk=1000000 does not fit llama3-8b on v5e-8") as e:
+        explain_serving("llama3-8b", **ON_V5E, chunk=1_000_000)
+    most = int(str(e.value).split("at most ")[1].split()[0])
+    assert explain_serving("llama3-8b", **ON_V5E, chunk=most).fits
+    with pytest.raises(MeshError, match="does not fit"):
+        explain_serving("llama3-8b", **ON_V5E, chunk=most + 32)
+    with pytest.raises(MeshError, match=r"Leave --mesh and --chunk out\.$"):
+        explain_serving("llama3-8b", **ON_V5E, mesh="data=8", chunk=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context": "64k"}, "at most 8192"),
+        ({"chunk": 100}, r"Give 96 or 128\."),
+        ({"chunk": 8}, r"Give 32\."),
+        ({"slots": 0}, "slots=0 is less than 1"),
+    ],
+)
+def test_sizes_that_no_engine_has_are_refused_before_anything_is_compiled(options, words):
+    with pytest.raises(ModelError, match=words):
+        explain_serving("llama3-8b", **ON_V5E, **options)
+
+
+@pytest.mark.aot
+def test_the_command_compiles_both_steps(shardlib, small_folder):
+    code, out, _ = shardlib(
+        "explain", small_folder, "--serve", "--on", "v5e-1", "--slots", 4, "--chunk", 64,
+        "--context", 64, "--json",
+    )  # fmt: skip
+    assert code == 0
+    facts = json.loads(out)
+    assert set(facts["compiled"]) == {"decoding", "reading"}
+    for one in facts["compiled"].values():
+        assert one["weights"] == facts["memory"]["weights"]
+        assert one["cache"] == facts["memory"]["cache"]
+        assert one["temporaries"] < facts["memory"]["temporaries"]
 
 
 @pytest.mark.aot

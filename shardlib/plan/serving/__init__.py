@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardlib.errors import ConfigError, ModelError
+from shardlib.errors import ConfigError
 from shardlib.functional.quantized import Bits
 from shardlib.hardware import Cluster
 from shardlib.plan.serving.question import ServePrecision, Slo, serving_question
@@ -57,9 +57,5 @@ def plan_serving(
     if top < 1:
         raise ConfigError(f"top is {top}, but at least one mesh is returned.\n  Give 1 or more.")
     served = served_model(model, question.dtype, weights=weights, cache=cache)
-    if served.longest is not None and question.context > served.longest:
-        raise ModelError(
-            f"context={question.context}, and {served.name} has {served.longest} positions.\n"
-            f"  Give at most {served.longest} tokens."
-        )
+    served.check_context(question.context)
     return answer(served, question, top)

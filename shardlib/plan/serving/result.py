@@ -1,28 +1,16 @@
-"""Answers about serving: the report, and the errors where nothing fits."""
+"""Answers about serving: the best plans, and their report."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from shardlib.cost.layout import Layout
-from shardlib.errors import MeshError
-from shardlib.hardware import Cluster
 from shardlib.humanize import count, duration, gib, plural
 from shardlib.plan.answer import beyond_default_share
-from shardlib.plan.objective import next_larger, roomier
 from shardlib.plan.search import capacity_bytes
-from shardlib.plan.serving.question import ServingQuestion, Slo
-from shardlib.plan.serving.search import (
-    ALIKE,
-    CHUNKS,
-    Replica,
-    ServingPlan,
-    best_of,
-    chunks_for,
-    replicas_of,
-)
+from shardlib.plan.serving.question import ServingQuestion
+from shardlib.plan.serving.refusals import does_not_fit, too_late
+from shardlib.plan.serving.search import CHUNKS, ServingPlan, best_of, rank, replicas_of
 from shardlib.plan.serving.served_model import ServedModel
 from shardlib.tables import Report, Table
 
@@ -155,7 +143,7 @@ def _summary(plan: ServingPlan, question: ServingQuestion) -> str:
     return (
         f"{plural(plan.engines, 'engine')} of mesh={plan.mesh}, rules serve: "
         f"slots={plan.slots}, context={question.context}, chunk={plan.chunk}\n"
-        f"  first token after {duration(plan.first_token_seconds)}, then one each "
+        f"  first token after {duration(plan.first_token_seconds)}, then one every "
         f"{duration(plan.token_seconds)} ({duration(plan.slowest_token_seconds)} while a "
         f"prompt is read); {count(plan.tokens_per_second)} tokens/s in all"
     )
@@ -194,7 +182,7 @@ def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPl
     """
     replicas = replicas_of(model, question)
     if not replicas or all(one.over(1, CHUNKS[0]) > 0 for one in replicas):
-        raise _does_not_fit(model, question, replicas)
+        raise does_not_fit(model, question, replicas)
     best = [
         (one, plan)
         for one in replicas
@@ -202,9 +190,9 @@ def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPl
         if (plan := best_of(one.plans(engines), question))
     ]
     if not best:
-        raise _too_late(model, question, replicas)
+        raise too_late(model, question, replicas)
     most = max(plan.tokens_per_second for _, plan in best)
-    best.sort(key=lambda pair: _rank(pair[1], most))
+    best.sort(key=lambda pair: rank(pair[1], most))
     chosen, first = best[0]
     own = first.slots // first.copies
     shown = sorted({n for n in (*_SHOWN_SLOTS, own) if n * first.copies <= first.most_slots})
@@ -212,143 +200,3 @@ def answer(model: ServedModel, question: ServingQuestion, top: int) -> ServingPl
     others = (plan for one, plan in best if one is chosen and plan is not first)
     shown_plans = tuple(plan for _, plan in best[:top])
     return ServingPlans(model, question, shown_plans, by_slots, next(others, None))
-
-
-def one_engine(
-    model: ServedModel,
-    question: ServingQuestion,
-    sizes: Mapping[str, int] | None,
-    slots: int | None,
-    chunk: int | None,
-) -> tuple[Replica, ServingPlan]:
-    """Returns the best plan with one engine on the whole cluster.
-
-    Args:
-        model, question: The model and the question.
-        sizes: Sizes of its mesh axes; None for any.
-        slots: Its slots, rounded up to what its copies divide; None for any number that fits.
-        chunk: Tokens of prompts that a step of each copy reads; None for any number.
-
-    Raises:
-        MeshError: If the model does not fit, or the rules `serve` cannot place it on the mesh.
-    """
-    every = replicas_of(model, question)
-    replicas = [one for one in every if sizes is None or _is_on(one.layout, sizes)]
-    if every and not replicas:
-        known = ", ".join(one.plan(1, CHUNKS[0], 1).mesh for one in every)
-        raise MeshError(
-            f"the rules serve cannot place {model.name} on this mesh of {question.cluster.name}.\n"
-            f"  Choose one of: {known}."
-        )
-    found = []
-    for one in replicas:
-        plans = one.plans(1, chunk) if slots is None else _of_slots(one, slots, chunk)
-        if best := best_of(plans, question):
-            found.append((one, best))
-    if not found:
-        raise _does_not_fit(model, question, replicas)
-    most = max(plan.tokens_per_second for _, plan in found)
-    return min(found, key=lambda pair: _rank(pair[1], most))
-
-
-def _is_on(layout: Layout, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a layout is that of a mesh; `data` and `fsdp` both divide slots."""
-    cut = {axis: n for axis, n in sizes.items() if n > 1 and axis not in ("data", "fsdp")}
-    return cut == {axis: n for axis in ("expert", "tensor") if (n := layout.size(axis)) > 1}
-
-
-def _of_slots(replica: Replica, slots: int, chunk: int | None) -> Iterator[ServingPlan]:
-    own = -(-slots // replica.layout.data)
-    for one in chunks_for(replica.question) if chunk is None else [chunk]:
-        yield replica.plan(own, one, 1)
-
-
-def _rank(plan: ServingPlan, most: float) -> tuple[bool, float]:
-    """Returns the rank of a plan where the best answers `most` tokens per second."""
-    rate = plan.tokens_per_second
-    return (False, plan.first_token_seconds) if rate >= ALIKE * most else (True, -rate)
-
-
-def _does_not_fit(
-    model: ServedModel, question: ServingQuestion, replicas: list[Replica]
-) -> MeshError:
-    cluster = question.cluster
-    if not replicas:
-        return MeshError(
-            f"the rules serve cannot place {model.name} on {cluster.name}.\n"
-            "  Name a cluster of another number of devices."
-        )
-    least = replicas[-1]
-    held, mesh = least.memory(1, CHUNKS[0]), least.plan(1, CHUNKS[0], least.engines[0]).mesh
-    lines = [
-        f"{model.name} does not fit {cluster.name}: its leanest mesh ({mesh}) needs "
-        f"{gib(held.total)} on a device for one sequence of {question.context:,} tokens, and "
-        f"{gib(least.usable_bytes)} can be used: {gib(least.over(1, CHUNKS[0]))} are missing "
-        f"(weights {gib(held.weights)}, cache {gib(held.cache)})."
-    ]
-    longest = least.longest_context(CHUNKS[0])
-    if longest >= 2:
-        lines.append(f"  Shorten the context to {longest:,} tokens.")
-
-    def fits(other: Cluster) -> bool:
-        found = replicas_of(model, dataclasses.replace(question, cluster=other))
-        return any(one.over(1, CHUNKS[0]) <= 0 for one in found)
-
-    lines += [f"  Take {other.name}." for other in _clusters(cluster, fits)]
-    if len(lines) == 1:
-        lines.append("  Choose a smaller model, or chips with more memory.")
-    return MeshError("\n".join(lines))
-
-
-def _clusters(cluster: Cluster, suits: Callable[[Cluster], bool]) -> list[Cluster]:
-    """Returns the next larger cluster that suits, and the first of chips with more memory."""
-    larger = next_larger(cluster)
-    while larger is not None and not suits(larger):
-        larger = next_larger(larger)
-    roomy = next((other for other in roomier(cluster) if suits(other)), None)
-    return [other for other in (larger, roomy) if other is not None]
-
-
-def _too_late(model: ServedModel, question: ServingQuestion, replicas: list[Replica]) -> MeshError:
-    """Returns the error for times that no plan keeps, with what it takes to keep the rest."""
-    plans = [plan for one in replicas for plan in one.plans(one.engines[0])]
-    slo, cluster = question.slo, question.cluster
-    lines = [f"no plan of {model.name} on {cluster.name} keeps {_text(slo)}."]
-    ways = (
-        ("ttft", "first_token_seconds", "the soonest first token takes"),
-        ("itl", "slowest_token_seconds", "the shortest time between tokens is"),
-    )
-    for name, key, what in ways:
-        if getattr(slo, name) is None:
-            continue
-        others = dataclasses.replace(slo, **{name: None})
-        asked = dataclasses.replace(question, slo=others)
-        kept = [plan for plan in plans if not plan.late(asked)]
-        best = min(kept or plans, key=lambda plan: getattr(plan, key))
-        rest = f" with {_text(others)}" if kept and others != Slo() else ""
-        lines.append(
-            f"  Allow {name}={_time(getattr(best, key))}: {what} that{rest}, by mesh={best.mesh}, "
-            f"{plural(best.slots, 'slot')}, chunk={best.chunk}."
-        )
-
-    def keeps(other: Cluster) -> bool:
-        asked = dataclasses.replace(question, cluster=other)
-        return any(best_of(one.plans(one.engines[0]), asked) for one in replicas_of(model, asked))
-
-    shorter = dataclasses.replace(question, prompt=max(question.prompt // 4, 1))
-    if any(best_of(one.plans(one.engines[0]), shorter) for one in replicas_of(model, shorter)):
-        lines.append(f"  Prompts of {shorter.prompt:,} tokens keep it.")
-    lines += [f"  Take {other.name}." for other in _clusters(cluster, keeps)]
-    return MeshError("\n".join(lines))
-
-
-def _text(slo: Slo) -> str:
-    times = dataclasses.asdict(slo).items()
-    return ",".join(f"{name}={_time(seconds)}" for name, seconds in times if seconds is not None)
-
-
-def _time(seconds: float) -> str:
-    """Returns a time as an argument: rounded up to three digits, without a space."""
-    size = 10.0 ** (math.floor(math.log10(seconds)) - 2)
-    seconds = math.ceil(seconds / size - 1e-9) * size
-    return f"{seconds * 1e3:.3g}ms" if seconds < 1 else f"{seconds:.3g}s"

@@ -90,6 +90,11 @@ class ServingPlan:
         return self.layout.data // self.engines
 
     @property
+    def fits(self) -> bool:
+        """Whether its slots fit the memory."""
+        return self.slots <= self.most_slots
+
+    @property
     def first_token_seconds(self) -> float:
         """Seconds to the first token of a prompt that starts at once, with all slots taken."""
         return math.ceil(self.prompt / self.chunk) * self.mixed.total
@@ -187,6 +192,16 @@ class Replica:
         while slots and self.over(slots, chunk) > 0:
             slots -= 1
         return slots
+
+    def longest_chunk(self) -> int:
+        """Returns the tokens of the longest chunk that fits with one sequence."""
+        lane = self.question.lane
+        # Memory is linear in the lanes.
+        free = -self.over(1, 0)
+        lanes = max(int(free / (self.over(1, lane) + free)), 0)
+        while lanes and self.over(1, lanes * lane) > 0:
+            lanes -= 1
+        return lanes * lane
 
     def longest_context(self, chunk: int) -> int:
         """Returns the tokens of the longest sequence that fits, one at a time."""
@@ -294,3 +309,9 @@ def best_of(plans: Iterator[ServingPlan], question: ServingQuestion) -> ServingP
     most = max((plan.tokens_per_second for plan in kept), default=0.0)
     alike = (plan for plan in kept if plan.tokens_per_second >= ALIKE * most)
     return min(alike, key=lambda plan: plan.first_token_seconds, default=None)
+
+
+def rank(plan: ServingPlan, most: float) -> tuple[bool, float]:
+    """Returns the rank of a plan where the best answers `most` tokens per second."""
+    rate = plan.tokens_per_second
+    return (False, plan.first_token_seconds) if rate >= ALIKE * most else (True, -rate)

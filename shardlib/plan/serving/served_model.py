@@ -5,6 +5,7 @@ Shapes come from the traced module and its empty cache, so an engine allocates t
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ class ServedModel:
     longest: int | None
     """Positions that the model has; None for any number."""
     widths: Widths
+    in_int8: Callable[[], "ServedModel"] = dataclasses.field(compare=False, repr=False)
+    """Returns the model with weights in 8 bits; raises `ModelError` if it has none."""
+
+    def check_context(self, context: int) -> None:
+        """Raises `ModelError` for a context with more tokens than the model has positions."""
+        if self.longest is not None and context > self.longest:
+            raise ModelError(
+                f"context={context}, and {self.name} has {self.longest} positions.\n"
+                f"  Give at most {self.longest} tokens."
+            )
 
     def weight_bytes(self, layout: Layout) -> int:
         """Returns the bytes of the parameters on one device.
@@ -145,6 +156,7 @@ def _of_config(
             width if weights is None else jnp.dtype(weights).itemsize,
             position_bytes / (dims.layers * dims.kv_width),
         ),
+        lambda: _of_config(name, config, spec, dtype, "int8", cache),
     )
 
 

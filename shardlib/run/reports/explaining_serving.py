@@ -12,15 +12,15 @@ from typing import Any
 import jax
 
 from shardlib.engine.abstract import abstract_step
-from shardlib.engine.sizes import engine_sizes
+from shardlib.engine.sizes import check_sizes, engine_sizes
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.aot.topology import devices_of
 from shardlib.functional.quantized import Bits
-from shardlib.humanize import count, duration, gib, plural
+from shardlib.humanize import count, duration, gib
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
 from shardlib.plan.search import capacity_bytes
+from shardlib.plan.serving.one_engine import one_engine
 from shardlib.plan.serving.question import ServePrecision, ServingQuestion, serving_question
-from shardlib.plan.serving.result import one_engine
 from shardlib.plan.serving.search import Replica, ServingPlan
 from shardlib.plan.serving.served_model import ServedModel, described, served_family, served_model
 from shardlib.rules import SERVE
@@ -53,7 +53,7 @@ class ServingReport(Report):
     @property
     def fits(self) -> bool:
         """Whether the predicted memory fits a device."""
-        return self.plan.memory.total <= self.replica.usable_bytes
+        return self.plan.fits
 
     def parts(self) -> Iterable[Any]:
         """Yields the parts of the report."""
@@ -72,26 +72,26 @@ class ServingReport(Report):
         yield (
             f"it {fit}: {gib(plan.memory.total)} of {gib(self.replica.usable_bytes)} that "
             f"programs can use\n"
-            f"{plural(plan.most_slots, 'sequence')} of {question.context:,} tokens fit, or one of "
-            f"{plan.longest_context:,}"
+            f"{_counted(plan.most_slots, 'sequence')} of {question.context:,} tokens fit, or one "
+            f"of {plan.longest_context:,}"
         )
         yield Table(
             "Time of a step",
             ("part", "decoding>", "reading>"),
             list(self._time_rows()),
             notes=[
-                "Each part takes what its operations or its memory traffic need, at the rates of "
-                f"the chip: {plan.slots} rows that decode; reading, with {plan.chunk} tokens of "
-                "prompts more."
+                "Each part is limited by compute or memory bandwidth. Decoding: "
+                f"{_counted(plan.slots // plan.copies, 'row')} a device. Reading: those rows and "
+                f"{_counted(plan.chunk, 'prompt token')}."
             ],
         )
         yield (
             f"prompts of {question.prompt:,} tokens: first token after "
-            f"{duration(plan.first_token_seconds)} with all slots taken; then one each "
-            f"{duration(plan.token_seconds)}, {duration(plan.slowest_token_seconds)} while a "
-            f"prompt is read\n"
-            f"{plan.reading_share:.0%} of the steps read prompts: "
-            f"{count(plan.tokens_per_second)} tokens/s"
+            f"{duration(plan.first_token_seconds)} with all slots taken, then one every "
+            f"{duration(plan.token_seconds)} ({duration(plan.slowest_token_seconds)} while a "
+            f"prompt is read)\n"
+            f"{count(plan.tokens_per_second)} tokens/s in all; {plan.reading_share:.0%} of the "
+            f"steps read a prompt"
         )
 
     def _memory_rows(self) -> Iterable[tuple[str, ...]]:
@@ -167,11 +167,17 @@ def explain_serving(
         ConfigError: If arguments are wrong.
         MeshError: If the cluster is unknown, the mesh does not fit it, or the rules `serve` cannot
             place the model on it.
-        ModelError: If the model is unknown, or is not a decoder that the engine runs.
+        ModelError: If the model is unknown, is not a decoder that the engine runs, has fewer
+            positions than the context, or sizes are wrong.
         MissingExtraError: If the compiler of the cluster's platform is not installed.
     """
     question = serving_question(on, context, prompt, None, precision, weights, cache)
+    lane = question.lane
+    check_sizes(
+        slots=1 if slots is None else slots, chunk=lane if chunk is None else chunk, lane=lane
+    )
     served = served_model(model, question.dtype, weights=weights, cache=cache)
+    served.check_context(question.context)
     # An axis cannot be found wrong after minutes of compilation.
     sizes = mesh and mesh_sizes(abstract_mesh(mesh, question.cluster.num_devices))
     replica, plan = one_engine(served, question, sizes or None, slots, chunk)
@@ -213,6 +219,10 @@ def _compiled(
         total += memory["generated_code"]
         found[kind] = CompiledMemory(weights, cache, total - weights - cache)
     return found
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _held(tree: Any) -> int:
