@@ -15,6 +15,7 @@ from shardlib.config import configclass
 from shardlib.errors import ModelError
 from shardlib.registry import DataSpec
 from shardlib.sharding.constrain import constrain
+from shardlib_models.data_sizes import faults_of_size
 from shardlib_models.encoder import ACTIVATIONS, EncoderFields, encode, norm_of, stack
 from shardlib_models.encoder import faults_of_fields as faults_of_encoder
 from shardlib_models.layers import Embedding, Linear, dropout, parameter, whole
@@ -224,10 +225,10 @@ def validate(config: Any, data: DataSpec) -> list[str]:
             f"sequences of {data.sequence_length} tokens are longer than "
             f"max_positions={config.max_positions}; shorten them or raise it."
         )
-    faults += _unknown(config, data, "vocab_size", "tokens")
-    faults += _unknown(config, data, "num_types", "kinds of tokens")
+    faults += faults_of_size(config, data, "vocab_size", "tokens")
+    faults += faults_of_size(config, data, "num_types", "kinds of tokens")
     if isinstance(config, BertClassifierConfig):
-        faults += _unknown(config, data, "num_classes", "classes")
+        faults += faults_of_size(config, data, "num_classes", "classes")
     if isinstance(config, BertConfig):
         if not 0.0 < config.mask_rate <= 1.0:
             faults.append(f"mask_rate is {config.mask_rate}; it must be in (0, 1].")
@@ -240,15 +241,6 @@ def validate(config: Any, data: DataSpec) -> list[str]:
         if config.mask_token is not None and not 0 <= config.mask_token < size:
             faults.append(f"mask_token is {config.mask_token}; it must be in [0, {size}).")
     return faults
-
-
-def _unknown(config: Any, data: DataSpec, name: str, what: str) -> list[str]:
-    ours, theirs = getattr(config, name), getattr(data, name)
-    if ours is None and theirs is None:
-        return [f"{name} is unknown: neither the model nor its data set it."]
-    if ours is not None and theirs is not None and theirs > ours:
-        return [f"the data have {theirs} {what}, but {name}={ours}; raise it or leave it out."]
-    return []
 
 
 def _valid(config: Any, data: DataSpec) -> None:

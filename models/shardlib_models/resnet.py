@@ -19,6 +19,7 @@ from shardlib.config import configclass
 from shardlib.errors import ModelError
 from shardlib.registry import IMAGES, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
+from shardlib_models.data_sizes import faults_of_size
 from shardlib_models.image_loss import loss
 from shardlib_models.layers import Linear, parameter
 
@@ -238,14 +239,7 @@ def validate(config: ResNetConfig, data: DataSpec) -> list[str]:
             f"the data have {data.image_shape[2]} channels, but channels={config.channels}; "
             "leave it out."
         )
-    if config.num_classes is None and data.num_classes is None:
-        faults.append("num_classes is unknown: neither the model nor its data set it.")
-    elif config.num_classes and data.num_classes and data.num_classes > config.num_classes:
-        faults.append(
-            f"the data have {data.num_classes} classes, but num_classes={config.num_classes}; "
-            "raise num_classes or leave it out."
-        )
-    return faults
+    return faults + faults_of_size(config, data, "num_classes", "classes")
 
 
 def flops_per_example(config: ResNetConfig, data: DataSpec) -> float:

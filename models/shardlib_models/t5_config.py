@@ -5,6 +5,7 @@ from typing import Any, Literal
 from shardlib.config import configclass
 from shardlib.nn import remat
 from shardlib.registry import DataSpec
+from shardlib_models.data_sizes import faults_of_size
 
 TAGS = (
     "layer_in",
@@ -129,12 +130,9 @@ def _distance_faults(config: T5Config) -> list[str]:
 
 
 def _vocabulary_faults(config: T5Config, data: DataSpec) -> list[str]:
-    ours, theirs = config.vocab_size, data.vocab_size
-    if ours is None and theirs is None:
-        return ["vocab_size is unknown: neither the model nor its data set it."]
-    if ours is not None and theirs is not None and theirs > ours:
-        return [f"the data have {theirs} tokens, but vocab_size={ours}; raise it or leave it out."]
-    size: Any = ours or theirs
+    if faults := faults_of_size(config, data, "vocab_size", "tokens"):
+        return faults
+    size: Any = config.vocab_size or data.vocab_size
     if not 0 <= config.start_token < size:
         return [f"start_token is {config.start_token}; it must be in [0, {size})."]
     return []

@@ -14,6 +14,7 @@ from shardlib.config import configclass
 from shardlib.errors import ModelError
 from shardlib.registry import IMAGES, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
+from shardlib_models.data_sizes import faults_of_size
 from shardlib_models.encoder import EncoderFields, encode, faults_of_fields, norm_of, stack
 from shardlib_models.image_loss import loss
 from shardlib_models.layers import Linear, dropout, parameter, residual
@@ -148,16 +149,9 @@ def faults_of_patches(config: PatchFields, data: DataSpec) -> list[str]:
 def validate(config: VitConfig, data: DataSpec) -> list[str]:
     """Returns all faults of a config, alone and with its data, as sentences."""
     faults = faults_of_fields(config) + faults_of_patches(config, data)
-    ours, theirs = config.num_classes, data.num_classes
-    if ours is not None and ours < 1:
-        faults.append(f"num_classes is {ours}; it must be at least 1.")
-    elif ours is None and theirs is None:
-        faults.append("num_classes is unknown: neither the model nor its data set it.")
-    elif ours is not None and theirs is not None and theirs > ours:
-        faults.append(
-            f"the data have {theirs} classes, but num_classes={ours}; raise it or leave it out."
-        )
-    return faults
+    if config.num_classes is not None and config.num_classes < 1:
+        return [*faults, f"num_classes is {config.num_classes}; it must be at least 1."]
+    return faults + faults_of_size(config, data, "num_classes", "classes")
 
 
 def make(config: VitConfig, data: DataSpec, rngs: nnx.Rngs) -> Vit:

@@ -15,7 +15,7 @@ from flax import nnx
 from shardlib.data import Tokenizer
 from shardlib.data.instruct.template import ChatTemplate
 from shardlib.data.tokenizer import JsonTokenizer
-from shardlib.engine import Engine, Sampling
+from shardlib.engine import Engine, Request, Sampling
 from shardlib.errors import ModelError
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
@@ -123,6 +123,7 @@ class TextModel:
             ModelError: If a row is too short or too long.
         """
         self._check([len(row) - 1 for row in rows])
+        self._engines.clear()  # Its cache leaves room for logits.
         groups = _differing_in_last(rows)
         lengths = [len(rows[group[0]]) - 1 for group in groups]
         found: list[Scores | None] = [None] * len(rows)
@@ -170,11 +171,11 @@ class TextModel:
         self._check([len(row) for row in rows], added=length)
         engine = self._engine(max(map(len, rows), default=1) + length)
         options = {"max_tokens": length, "temperature": temperature, "ignore_end": True}
-        requests = [
-            engine.submit(row, Sampling(seed=(seed + index) % 2**32, **options))
-            for index, row in enumerate(rows)
-        ]
+        requests: list[Request] = []
         try:
+            for index, row in enumerate(rows):
+                sampling = Sampling(seed=(seed + index) % 2**32, **options)
+                requests.append(engine.submit(row, sampling))
             check_at = {} if ended is None else dict.fromkeys(range(len(rows)), _FIRST_CHECK)
             while engine.step():
                 for index in [n for n, at in check_at.items() if len(requests[n].tokens) >= at]:

@@ -82,7 +82,7 @@ class Loaded:
         of = _INPUTS[self.architecture.inputs]
         try:
             inputs = jnp.asarray(inputs)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kind = f"{type(inputs).__name__} {reprlib.repr(inputs)}"
             raise ModelError(
                 f"the {of.name} are {kind}, expected {of.expected}.\n  {of.fix}"

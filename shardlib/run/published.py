@@ -1,5 +1,6 @@
 """Published models in a config: by the name of their size, or by the folder of their weights."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,14 @@ def implied_data(
     takes = family(model["name"]).inputs.name
     name = next((name for name, one in kinds.items() if one.gives == takes), "text")
     implied, kind = {"kind": name}, kinds.get(data.get("kind", name))
-    folder = hf.folder_of(model["init_from"], weights=False)
+    # The folder may have to be downloaded: not for data that say all, as those of a kept run.
+    folder = functools.partial(hf.folder_of, model["init_from"], weights=False)
     if hasattr(kind, "tokenizer") and "tokenizer" not in data:
-        implied["tokenizer"] = _tokenizer_file(folder)
+        implied["tokenizer"] = _tokenizer_file(folder())
     if hasattr(kind, "image_size"):
         sizes = model.get("image") or model
         implied |= {key: sizes[key] for key in ("image_size", "channels") if sizes.get(key)}
-        if not {"mean", "std"} & data.keys() and (found := read_pixels(folder)):
+        if not {"mean", "std"} & data.keys() and (found := read_pixels(folder())):
             implied |= dict(zip(("mean", "std"), found, strict=True))
     return {key: value for key, value in implied.items() if key not in data}
 

@@ -288,7 +288,7 @@ def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
             {**call, "function": {**call["function"], "arguments": _object(call["function"])}}
             for call in calls
         ]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         raise BodyError(
             "tool_calls of a message are wrong.\n"
             '  Give a list of {"type": "function", "function": {"name": ..., "arguments": "{}"}}.'
@@ -297,8 +297,11 @@ def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _object(function: Mapping[str, Any]) -> Any:
-    arguments = function.get("arguments", "{}")
-    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    given = function.get("arguments", "{}")
+    arguments = json.loads(given or "{}") if isinstance(given, str) else given
+    if not isinstance(function["name"], str) or not isinstance(arguments, dict):
+        raise TypeError
+    return arguments
 
 
 def _sampling(url: Url, given: Mapping[str, Any], choice: int, adapter: str | None) -> Sampling:

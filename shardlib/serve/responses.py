@@ -114,7 +114,7 @@ def _message(asked: Asked, index: int, one: Completion, identity: str) -> dict[s
 
 def _call(call: ToolCall, identity: str, index: int, number: int) -> dict[str, Any]:
     """Returns a call as JSON: the `number`-th of a choice."""
-    of_response = identity.rpartition("-")[2]
+    of_response = identity.partition("-")[2]
     return {
         "id": f"call_{of_response}_{index}_{number}",
         "type": "function",

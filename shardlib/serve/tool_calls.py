@@ -16,6 +16,7 @@ from typing import NamedTuple
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _SEPARATORS = "; \t\r\n"
+_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
 class ToolCall(NamedTuple):
@@ -47,8 +48,7 @@ class ToolReader:
         """Yields the text and the calls that new text completes."""
         self._held += text
         if not self._may_be_json():
-            yield from self._split()
-            yield from self._text(self._certain())
+            yield from self._decided(is_complete=False)
 
     def finish(self) -> Iterator[str | ToolCall]:
         """Yields what was held back, once the answer is complete."""
@@ -58,8 +58,7 @@ class ToolReader:
             self.num_calls += len(calls)
             yield from calls
             return
-        yield from self._split()
-        yield from self._text(len(self._held))
+        yield from self._decided(is_complete=True)
 
     def _may_be_json(self) -> bool:
         """Returns whether all of the text may be calls alone."""
@@ -67,32 +66,30 @@ class ToolReader:
         is_start = any(start.startswith(x) or x.startswith(start) for x in ("{", _PYTHON_TAG))
         return is_start and not self._has_shown and not self.num_calls
 
-    def _split(self) -> Iterator[str | ToolCall]:
-        """Yields all that comes up to the last complete call."""
-        while (start := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, start)
-            if end < 0:
+    def _decided(self, *, is_complete: bool) -> Iterator[str | ToolCall]:
+        """Yields the text and the calls that no further text can change."""
+        at = 0
+        while (start := self._held.find(_OPEN, at)) >= 0:
+            at = start + len(_OPEN)
+            call, end = _tagged(self._held, at, self._names)
+            if call is not None:
+                rest = self._held[end:]
+                yield from self._text(len(self._held[:start].rstrip()))
+                self._held, at = rest, 0
+                self._is_after_call = True
+                self.num_calls += 1
+                yield call
+            elif end is None and not is_complete:
+                yield from self._text(len(self._held[:start].rstrip()))
                 return
-            call = _call(_json(self._held[start + len(_OPEN) : end]), self._names)
-            end += len(_CLOSE)
-            rest = self._held[end:]
-            if call is None:
-                yield from self._text(end)
-                continue
-            yield from self._text(len(self._held[:start].rstrip()))
-            self._held = rest
-            self._is_after_call = True
-            self.num_calls += 1
-            yield call
+        yield from self._text(len(self._held) if is_complete else self._certain())
 
     def _certain(self) -> int:
-        """Returns the length of the text that no call can take back."""
-        end = self._held.find(_OPEN)
-        if end < 0:
-            sizes = range(min(len(_OPEN) - 1, len(self._held)), 0, -1)
-            begun = next((n for n in sizes if self._held.endswith(_OPEN[:n])), 0)
-            end = len(self._held) - begun
-        return len(self._held[:end].rstrip())
+        """Returns the length of the text without the begin of a tag, and without whitespace, which
+        is dropped before a call."""
+        sizes = range(min(len(_OPEN) - 1, len(self._held)), 0, -1)
+        begun = next((n for n in sizes if self._held.endswith(_OPEN[:n])), 0)
+        return len(self._held[: len(self._held) - begun].rstrip())
 
     def _text(self, length: int) -> Iterator[str]:
         """Yields the first characters of what is held."""
@@ -117,8 +114,8 @@ def _alone(text: str, names: Collection[str]) -> list[ToolCall]:
     text, calls, at = text.strip().removeprefix(_PYTHON_TAG).strip(_SEPARATORS), [], 0
     while at < len(text):
         try:
-            value, end = json.JSONDecoder().raw_decode(text, at)
-        except ValueError:
+            value, end = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
             return []
         call = _call(value, names)
         if call is None:
@@ -128,18 +125,38 @@ def _alone(text: str, names: Collection[str]) -> list[ToolCall]:
     return calls
 
 
-def _json(text: str) -> object:
+def _tagged(text: str, start: int, names: Collection[str]) -> tuple[ToolCall | None, int | None]:
+    """Returns the call after an opening tag, and the end of its closing tag. Without a call the end
+    is that of what was read, or None if further text may make it a call."""
+    begin = start + len(text[start:]) - len(text[start:].lstrip())
+    if not text.startswith("{", begin):
+        return None, begin if begin < len(text) else None
     try:
-        return json.loads(text)
-    except ValueError:
-        return None
+        value, end = _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        # Not cut short: a string ends, and no other token goes on through a tag.
+        is_whole = not error.msg.startswith("Unterminated") and _CLOSE in text[error.pos :]
+        return None, error.pos if is_whole else None
+    except (ValueError, RecursionError):
+        return None, begin
+    rest = text[end:].lstrip()
+    if rest.startswith(_CLOSE):
+        return _call(value, names), len(text) - len(rest) + len(_CLOSE)
+    return None, None if _CLOSE.startswith(rest) else end
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _call(value: object, names: Collection[str]) -> ToolCall | None:
     """Returns the call that a JSON value is; None if it is not one."""
-    if not isinstance(value, dict) or value.get("name") not in names:
+    if not isinstance(value, dict) or not value.keys() <= _KEYS:
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))

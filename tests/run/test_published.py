@@ -95,6 +95,9 @@ def test_a_folder_gives_the_model_and_the_tokenizer(tmp_path, folder):
     path = written(tmp_path, to_yaml(config))
     (folder / "config.json").unlink()
     assert load(RunConfig, path) == config
+    # Nor is a name on the hub asked for again.
+    written(tmp_path, to_yaml(config).replace(f"init_from: {folder}", "init_from: an-org/a-model"))
+    assert load(RunConfig, path).model.init_from == "an-org/a-model"
 
 
 WRONG = {

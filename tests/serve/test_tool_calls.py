@@ -19,6 +19,7 @@ CALL = ToolCall("look_up", '{"of": "é"}')
 ADD = ToolCall("add", '{"x": 1}')
 ADDS = '{"name": "add", "arguments": {"x": 1}}'
 IN_TAGS = f"<tool_call>\n{LOOK_UP}\n</tool_call>"
+TAG = '"</tool_call>"'
 TEXTS = {
     "plain text, <tool_ and more  ": ("plain text, <tool_ and more  ", []),
     IN_TAGS: ("", [CALL]),
@@ -32,10 +33,19 @@ TEXTS = {
     '{"a": 1} and {"name"': ('{"a": 1} and {"name"', []),
     "<tool_call>[1]</tool_call> x": ("<tool_call>[1]</tool_call> x", []),
     f"{IN_TAGS[:-3]}": (f"{IN_TAGS[:-3]}", []),
-    '<tool_call>{"name": "add", "arguments": "x"}</tool_call>': (
-        '<tool_call>{"name": "add", "arguments": "x"}</tool_call>', [],
+    # A tag in a text or a string, and one that opens nothing.
+    f"A <tool_call> tag. {IN_TAGS}": ("A <tool_call> tag.", [CALL]),
+    f'<tool_call>{ADDS.replace("1", TAG)}</tool_call>': ("", [ToolCall("add", f'{{"x": {TAG}}}')]),
+    f"<tool_call>{{broken}}</tool_call> {IN_TAGS}": (
+        "<tool_call>{broken}</tool_call>", [CALL],
     ),
-}  # fmt: skip
+} | {text: (text, []) for text in (
+    '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
+    '{"name": {"first": "a"}, "parameters": {}}',
+    '{"name": "add", "price": 3}',
+    '{"name": "add", "parameters": {"x": NaN}}',
+    '{"a":' * 20_000,
+)}  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
@@ -44,7 +54,21 @@ def test_calls_are_told_from_text(number):
     assert split_calls(text, NAMES) == expected
 
 
-PARTS = ("<tool_call>", "</tool_call>", LOOK_UP, "{", "<", "\n", " ", "word", "<|python_tag|>", ";")
+PARTS = (
+    "<tool_call>",
+    "</tool_call>",
+    LOOK_UP,
+    ADDS.replace("1", TAG),
+    "{",
+    '"',
+    "NaN",
+    "<",
+    "\n",
+    " ",
+    "word",
+    "<|python_tag|>",
+    ";",
+)
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.data())
@@ -107,6 +131,7 @@ def test_calls_of_messages_are_objects_for_the_template():
     assert asked.tools == NAMES
     assert seen[0][1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert json.loads(call["function"]["arguments"]) == {"x": 1}
-    call["function"]["arguments"] = "{"
-    with pytest.raises(BodyError, match="tool_calls of a message are wrong"):
-        parse(CHAT, {"messages": [*MESSAGES, message]}, speaker)
+    for wrong in ("{", "null", "[1]", "[" * 100_000, {"x"}):
+        call["function"]["arguments"] = wrong
+        with pytest.raises(BodyError, match="tool_calls of a message are wrong"):
+            parse(CHAT, {"messages": [*MESSAGES, message]}, speaker)
