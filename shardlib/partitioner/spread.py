@@ -176,6 +176,8 @@ def of_rows(
     others = zip(factors.operands, row_dims, strict=True)
     if len(cut) > 1 or factor is None or any(factor in x for x, row in others if row is None):
         return mixed
+    if operation.name.startswith("scatter") and factor not in factors.operands[2]:
+        return mixed  # The rows are indexed, and each part counts its own from 0.
     if factor in factors.reduced:
         return _reduced(operation, ins, factors, factor) or mixed
     for dims, row in zip(factors.results, result_dims, strict=True):

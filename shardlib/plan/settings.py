@@ -53,7 +53,7 @@ def settings(
         plan: The plan.
         num_layers: Layers of the model.
         batch: Sequences per step; None to leave the config's value.
-        sums_once: Whether gradients are summed over `data` once a step by default.
+        sums_once: Whether gradients are summed over `data` and `context` once a step by default.
     """
     layout = plan.layout
     by_key: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}

@@ -105,7 +105,7 @@ def implied_data(
     takes = family(model["name"]).inputs.name
     name = next((name for name, one in kinds.items() if one.gives == takes), "text")
     implied, kind = {"kind": name}, kinds.get(data.get("kind", name))
-    # The folder may have to be downloaded: not for data that say all, as those of a kept run.
+    # A folder of the hub is downloaded only if the data leave a key out; a kept run has all.
     folder = functools.partial(hf.folder_of, model["init_from"], weights=False)
     if hasattr(kind, "tokenizer") and "tokenizer" not in data:
         implied["tokenizer"] = _tokenizer_file(folder())

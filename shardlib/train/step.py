@@ -344,7 +344,7 @@ class TrainStep(JittedStep):
         return partitions[-1]
 
     def gradient_sums(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> GradientSums:
-        """Returns where the gradients are summed over `data`, and the reason.
+        """Returns where the gradients are summed over `data` and `context`, and the reason.
 
         Args:
             state, batch, inputs: Arguments of the step, which may be abstract.

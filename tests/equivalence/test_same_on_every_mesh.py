@@ -47,8 +47,6 @@ SOAK = {
     "transformer stage=4,expert=2 4 microbatches interleaved",
     "transformer stage=2,fsdp=2,tensor=2 4 microbatches 30 steps",
     "transformer stage=2,context=2,tensor=2 2 microbatches",
-    "moe fsdp=2,expert=2,tensor=2",
-    "resnet data=2,fsdp=4 zero2",
 }
 USUAL = [case for case in CASES if str(case) not in SOAK]
 

@@ -166,8 +166,8 @@ def trained_on_one():
 
 
 @pytest.mark.mesh
-@pytest.mark.rest("soak")
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "data=8", "fsdp=4,tensor=2"])
+@pytest.mark.rest("soak", keep=2)
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2"])
 def test_all_rows_of_a_batch_compete_on_every_mesh(trained_on_one, mesh):
     assert trained_on_one[-1][0] < trained_on_one[0][0]
     np.testing.assert_allclose(trained(mesh), trained_on_one, rtol=2e-5)

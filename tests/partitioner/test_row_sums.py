@@ -113,6 +113,8 @@ def until(w, x, _, key):
         (lambda w, x, ids, key: x * jnp.arange(x.shape[0])[:, None], "may meet in iota"),
         (lambda w, x, ids, key: x * np.linspace(0, 1, x.shape[0])[:, None], "another way"),
         (lambda w, x, ids, key: w.at[ids].add(x), "may meet in scatter-add"),
+        (lambda w, x, ids, key: x.at[0].add(1.0), "may meet in scatter-add"),
+        (lambda w, x, ids, key: x.at[1].subtract(2 * x[1]), "may meet in"),
         (lambda w, x, ids, key: x[ids], "may meet in add"),
         (lambda w, x, ids, key: x[jnp.argsort(ids)], "may meet in"),
         (lambda w, x, ids, key: jnp.argmax(x[:, 0]), "may meet in argmax"),

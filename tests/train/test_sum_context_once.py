@@ -15,6 +15,8 @@ from shardlib.explain.analysis.collectives import collectives
 from shardlib.losses.aggregate import Max, Mean, Output, Sum
 from shardlib.nn.attention import attend, plan_context, positions, zigzag
 from shardlib.registry import DataSpec
+from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
+from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
 from shardlib_models.transformer import loss as transformer_loss
 from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
@@ -33,6 +35,8 @@ AXES = {"x": ("batch", "length", None)} | dict.fromkeys(
     ("label", "document", "weight"), ("batch", "length")
 )
 MESHES = ("data=2,context=2", "context=2", "fsdp=2,context=2", "data=2,fsdp=2,context=2")
+if NESTS_IN_MESH_ORDER_ONLY:
+    MESHES = MESHES[:2]
 
 
 class Attentive(nnx.Module):
@@ -162,6 +166,16 @@ def test_other_losses_are_summed_in_each_microbatch(loss, before, why):
     assert f"over context in each microbatch: {why}" in str(sums)
 
 
+@pytest.mark.mesh
+def test_groups_that_train_on_their_own_sum_in_each_microbatch():
+    local = make_local_sgd(step_of(weighted), LocalSGDConfig(inner_steps=1))
+    found, expected = (
+        group_means({"loss": local(local.init(state_on(mesh)), BATCH)[1]["loss"]})
+        for mesh in ("data=2,context=2", "data=2")
+    )
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "why"),
     [
@@ -184,7 +198,8 @@ def test_where_the_mesh_or_the_options_decide(mesh, options, why):
     assert why in str(sums)
 
 
-@pytest.mark.soak
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("how", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_transformer_equals_one_device(mesh, how):

@@ -197,8 +197,8 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
 
 
 def _decided(parts: Setup, step: TrainStep | LocalSGD, batch: PyTree) -> dict[str, str]:
-    """Returns who partitions the loss, where gradients are summed over `data`, and why, as entries
-    of `Setup.decided`. Empty on one device and for local SGD, whose groups train separately."""
+    """Returns who partitions the loss, where gradients are summed, and why, as entries of
+    `Setup.decided`. Empty on one device and for local SGD, whose groups train separately."""
     sizes = mesh_sizes(parts.scope.mesh)
     if not isinstance(step, TrainStep) or math.prod(sizes.values()) == 1:
         return {}

@@ -3,7 +3,7 @@
 With several microbatches, sums that the compiler places are taken in each of them. Groups along
 `context` that each compute the loss of their own positions sum once. Their numbers are the same if
 positions meet in shared operations alone, such as attention, which exchange what they need
-themselves. This is proven as for the rows in `once`, with `opaque` in place of each of them.
+themselves. The proof is that of `sum_once`, where `opaque` stands for each shared operation.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from shardlib.losses.aggregate import Mean, Output
 from shardlib.mesh import entry_axes
 from shardlib.partitioner.row_sums import spreads
 from shardlib.partitioner.spread import KEY, ROWS, SAME, lost
-from shardlib.sharding.constrain import Scope
+from shardlib.sharding.constrain import Scope, manual_axes
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.sharding.shared_rows import proving
 from shardlib.train.batches import batch_shardings
@@ -74,6 +74,8 @@ def _added(over_data: GradientSums, reduction: Reduction | None, why: str) -> Gr
 def _obstacle(over_data: GradientSums, loss: PartLoss, arguments: LossArguments) -> str | None:
     """Returns why groups along `context` cannot work independently, whatever the loss computes."""
     scope, reduction = loss.definition.scope, over_data.reduction
+    if around := manual_axes():
+        return f"the step is in a region over {' and '.join(around)}"
     if reduction is None and scope.sizes.get(AXIS, 1) > 1:
         return "the compiler sums over data"
     if reduction is not None and not (reduction.even and reduction.hops.flat):
@@ -82,12 +84,7 @@ def _obstacle(over_data: GradientSums, loss: PartLoss, arguments: LossArguments)
     before = [name for name in names[: names.index(CONTEXT)] if name != AXIS]
     if NESTS_IN_MESH_ORDER_ONLY and before:
         return f"this jax compiles no region over {before[0]} within one over context"
-    if held := held_by_groups(loss, arguments, CONTEXT):
-        return held
-    dims = _position_dims(loss, arguments.batch, scope)
-    if dims is None or all(dim is None for dim in dims):
-        return "context does not split the positions alone"
-    return None
+    return held_by_groups(loss, arguments, CONTEXT)
 
 
 def _position_dims(loss: PartLoss, batch: PyTree, scope: Scope) -> list[int | None] | None:
@@ -108,7 +105,9 @@ def _groups(
     """Returns the groups, or where positions of different groups meet in the loss."""
     scope, reduction = loss.definition.scope, over_data.reduction
     parts = scope.sizes[CONTEXT]
-    dims = _position_dims(loss, arguments.batch, scope) or []
+    dims = _position_dims(loss, arguments.batch, scope)
+    if dims is None or all(dim is None for dim in dims):
+        return "context does not split the positions alone"
     rows = microbatches * (1 if reduction is None else reduction.hops.size)
     try:
         with proving(1):

@@ -37,7 +37,7 @@ _EACH = "summed over data in each microbatch: "
 
 @dataclasses.dataclass(frozen=True)
 class GradientSums:
-    """The sums of gradients over `data`, and the reason."""
+    """The sums of gradients over `data` and `context`, and the reason."""
 
     reduction: Reduction | None
     """The reduction at the end of a step; None if the compiler places the sums."""
