@@ -172,9 +172,7 @@ def _part(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
     return np.asarray(_at(array, at))
 
 
-@jax.jit
-def _at(array: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
-    return array[at]
+_at = jax.jit(lambda array, at: array[at])
 
 
 @functools.cache
