@@ -21,5 +21,5 @@ def faults_of_size(config: Any, data: DataSpec, name: str, what: str) -> list[st
         return []
     fix = "raise it or leave it out."
     if config.init_from is not None:
-        fix = f"that is the size of {config.init_from}: give data of at most {ours} {what}."
+        fix = f"give data of at most {ours} {what}, or raise it if {config.init_from} lacks it."
     return [f"the data have {theirs} {what}, but {name}={ours}; {fix}"]

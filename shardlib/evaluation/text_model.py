@@ -117,13 +117,14 @@ class TextModel:
     def scores(self, rows: Sequence[Tokens]) -> list[Scores]:
         """Returns the scores of rows of 2 to `max_length + 1` tokens; the last is not read.
 
-        Rows that differ in the last token alone are read once.
+        Rows that differ in the last token alone are read once. The engine of `continued` is freed,
+        so that its cache leaves room for logits; it compiles again when text is written next.
 
         Raises:
             ModelError: If a row is too short or too long.
         """
         self._check([len(row) - 1 for row in rows])
-        self._engines.clear()  # Its cache leaves room for logits.
+        self._engines.clear()
         groups = _differing_in_last(rows)
         lengths = [len(rows[group[0]]) - 1 for group in groups]
         found: list[Scores | None] = [None] * len(rows)

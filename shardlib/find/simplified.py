@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from shardlib.cost.traced.primitives import COLLECTIVES
 from shardlib.jaxprs import is_literal, subprograms
@@ -49,8 +49,10 @@ def summed_once(program: Jaxpr) -> Jaxpr:
     """Returns a program that adds first what it would sum over devices twice and then add, as the
     gradients of a parameter that is read twice.
 
-    XLA does so in its passes `AllReduceReassociate` and `ReduceScatterReassociate`.
+    XLA does so in its passes `AllReduceReassociate` and `ReduceScatterReassociate`, in bodies of
+    loops too.
     """
+    program = program.replace(eqns=[_with_body_summed_once(e) for e in program.eqns])
     uses = collections.Counter(v for e in program.eqns for v in e.invars if not is_literal(v))
     uses.update(v for v in program.outvars if not is_literal(v))
     chains: dict[Any, Sequence[Any]] = {}
@@ -82,6 +84,14 @@ def summed_once(program: Jaxpr) -> Jaxpr:
             equations += chain
             chains[outs[0]] = chain
     return program.replace(eqns=[e for e in equations if gone.isdisjoint(e.outvars)])
+
+
+def _with_body_summed_once(equation: JaxprEqn) -> JaxprEqn:
+    if equation.primitive.name != "scan":
+        return equation
+    body = equation.params["jaxpr"]
+    body = body.replace(jaxpr=summed_once(body.jaxpr))
+    return equation.replace(params={**equation.params, "jaxpr": body})
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode
 
 from shardlib.jaxprs import Operation
 from shardlib.partitioner.factors import Factors, factors_of
@@ -110,6 +111,8 @@ def of_result(operation: Operation, ins: Sequence[Spread]) -> Spread | None:
         is_zero = bool(ins) and ins[0].zero and name in _LINEAR and name != "gather"
         has_rows = any(x.kind == "rows" for x in ins)
         return Spread("rows" if has_rows else "same", zero=is_zero)
+    if _fills(operation):
+        return None
     if name in _LINEAR and all(x.plain for x in ins[1:]) and _keeps_numbers(operation):
         return _of_kind(ins, ins[0].degree, ins[0].zero)
     if name in _PRODUCTS and sum(x.kind == "sum" for x in ins) <= 1:
@@ -138,6 +141,15 @@ def _select(terms: Sequence[Spread], others: Sequence[Spread]) -> bool:
     row by row in terms with rows."""
     sums = any(x.kind == "sum" for x in terms)
     return all(x.plain and not (sums and x.kind == "rows") for x in others)
+
+
+def _fills(operation: Operation) -> bool:
+    """Returns whether a gather may put in a number for what is out of bounds: neither 0, whose sum
+    over parts is 0, nor NaN."""
+    if operation.name != "gather" or operation.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return False
+    fill = operation.params["fill_value"]
+    return _is_integer(operation) if fill is None else bool(fill != 0)
 
 
 def _keeps_numbers(operation: Operation) -> bool:

@@ -39,7 +39,7 @@ class ToolReader:
 
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
-        self._held = ""
+        self._held, self._read_again_at = "", 0
         self._has_shown, self._is_after_call = False, False
         self.num_calls = 0
         """Calls that were read."""
@@ -47,8 +47,13 @@ class ToolReader:
     def read(self, text: str) -> Iterator[str | ToolCall]:
         """Yields the text and the calls that new text completes."""
         self._held += text
+        # A call that grows is read again where it may end, or be found broken, not for each piece.
+        new = self._held[-len(text) - len(_CLOSE) :]
+        if len(self._held) < self._read_again_at and _CLOSE not in new:
+            return
         if not self._may_be_json():
             yield from self._decided(is_complete=False)
+            self._read_again_at = len(self._held) * 9 // 8 if _OPEN in self._held else 0
 
     def finish(self) -> Iterator[str | ToolCall]:
         """Yields what was held back, once the answer is complete."""
@@ -159,4 +164,8 @@ def _call(value: object, names: Collection[str]) -> ToolCall | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        # Of numbers beyond floats, such as 1e999, JSON knows none.
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError):
+        return None

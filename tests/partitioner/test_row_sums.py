@@ -115,6 +115,12 @@ def until(w, x, _, key):
         (lambda w, x, ids, key: w.at[ids].add(x), "may meet in scatter-add"),
         (lambda w, x, ids, key: x.at[0].add(1.0), "may meet in scatter-add"),
         (lambda w, x, ids, key: x.at[1].subtract(2 * x[1]), "may meet in"),
+        (
+            lambda w, x, ids, key: (
+                jnp.sum(x, 0).at[jnp.array([0, 9])].get(mode="fill", fill_value=1)
+            ),
+            "a sum over rows enters gather",
+        ),
         (lambda w, x, ids, key: x[ids], "may meet in add"),
         (lambda w, x, ids, key: x[jnp.argsort(ids)], "may meet in"),
         (lambda w, x, ids, key: jnp.argmax(x[:, 0]), "may meet in argmax"),

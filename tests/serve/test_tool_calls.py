@@ -44,6 +44,7 @@ TEXTS = {
     '{"name": {"first": "a"}, "parameters": {}}',
     '{"name": "add", "price": 3}',
     '{"name": "add", "parameters": {"x": NaN}}',
+    '{"name": "add", "parameters": {"x": 1e999}}',
     '{"a":' * 20_000,
 )}  # fmt: skip
 
