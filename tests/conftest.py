@@ -80,11 +80,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """Takes what imports made, and tests keep, out of garbage collection, and collects rarely:
-    tracing makes many objects, most of which go without it."""
+    """Takes what imports made, and tests keep, out of garbage collection."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
