@@ -295,6 +295,7 @@ def test_experts_with_a_capacity_take_every_token():
     assert bits(alone.generate([prompt], max_tokens=8)[0] for prompt in asked) == bits(together)
 
 
+@pytest.mark.mesh
 def test_a_model_with_dropout_is_served_without_it():
     # In training mode, as a run is restored; the weights do not depend on dropout.
     served = made(dropout=0.5)

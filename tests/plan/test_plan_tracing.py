@@ -331,7 +331,7 @@ def as_counted(costs):
     return found
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize("batch", [512, 128, 192])
 def test_another_batch_costs_what_its_own_trace_does(batch):
     known, own = mixer().with_batch(batch), mixer(batch)
