@@ -24,7 +24,7 @@ from shardlib.functional.projections import axes_of, matched, num_dims, variable
 
 Kind = Literal["int8", "nf4"]
 Bits = Literal["int8"]
-"""What weights and the cache of a served model may have in place of its dtype."""
+"""Formats of 8 bits for the weights and the cache of a served model, in place of its dtype."""
 
 _BLOCK = 64
 _LEVELS = np.array(

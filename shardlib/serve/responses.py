@@ -196,7 +196,7 @@ class Chunks:
     _lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     """Characters of each choice that were sent."""
     _readers: dict[int, ToolReader] = dataclasses.field(default_factory=dict)
-    """What reads the calls of each choice."""
+    """The reader of each choice, which finds its calls."""
 
     def first(self) -> Iterator[dict[str, Any]]:
         """Yields what comes before any text: the role of each message of a chat."""

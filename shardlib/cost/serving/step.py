@@ -30,11 +30,11 @@ class Widths(NamedTuple):
     """Bytes of a number that a step reads or writes."""
 
     other: float = 2
-    """Of an activation, and of a weight of the embedding, the head, a router or an expert."""
+    """Bytes of an activation, and of a weight of the embedding, the head, a router or an expert."""
     kernel: float = 2
-    """Of another weight."""
+    """Bytes of every other weight."""
     cached: float = 2
-    """Of a key or a value, with its share of a scale."""
+    """Bytes of a number of a key or a value, with its share of a scale."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ class CompiledMemory:
     """Bytes of a compiled step on one device."""
 
     weights: float
-    """Of its weights, without the padding of their layout."""
+    """Bytes of the weights on a device, without the padding of their layout."""
     cache: float
     temporaries: float
     """Buffers, results that reuse no argument, the program, and padding of arguments."""
@@ -48,7 +48,7 @@ class ServingReport(Report):
     replica: Replica
     plan: ServingPlan
     compiled: Mapping[str, CompiledMemory]
-    """Of the steps `decoding` and `reading`; empty if nothing was compiled."""
+    """Memory of the steps `decoding` and `reading`; empty if nothing was compiled."""
 
     @property
     def fits(self) -> bool:
