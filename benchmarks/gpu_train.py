@@ -152,7 +152,7 @@ def contenders(flags: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
         return rows
     kinds = ["math"] if flags.dry_run else flags.torch_attention.split(",")
     torch = [sys.executable, str(HERE / "torch_llama.py"), *sizes]
-    torch += ["--mode=eager"] * flags.dry_run
+    torch.append("--mode=eager" if flags.dry_run else f"--mode={flags.torch_mode}")
     return rows | {f"torch_{kind}": ([*torch, f"--attention={kind}"], kind) for kind in kinds}
 
 
@@ -194,7 +194,7 @@ def compare(flags: argparse.Namespace) -> dict[str, Any]:
     for name, (command, attention) in contenders(flags).items():
         print(name, end=" ", flush=True)
         row = run(command, flags)
-        print(f"{row.get('tokens_per_second', 0):,.0f} tokens/s", flush=True)
+        print(json.dumps(row), flush=True)
         if "error" not in row:
             peak = peak_flops(row["device"])
             row["mfu"] = flops / row["step_seconds"] / peak if peak else None
@@ -227,6 +227,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
     parser.add_argument("--jax-attention", choices=("cudnn", "xla"), default="cudnn")
     parser.add_argument("--torch-attention", default="flash,cudnn,flex", help="each is a row")
+    modes = "of torch.compile: max-autotune-no-cudagraphs tries kernels for minutes"
+    parser.add_argument("--torch-mode", default="default", help=modes)
     parser.add_argument("--xla-flags", default="", help="added to XLA_FLAGS of the JAX rows")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--row", choices=JAX_ROWS, help=argparse.SUPPRESS)

@@ -84,9 +84,10 @@ def test_activations_wait_in_host_memory():
 
 
 def test_eight_bit_products_train():
-    _, wide, _ = trained(precision="bf16", steps=20)
+    _, wide, _ = trained(precision="bf16", steps=2)
     _, narrow, text = trained(precision="fp8", steps=20)
     assert "__cublas$lt$matmul$f8" in text
     assert narrow[-1] < narrow[0] - 0.5
-    # e4m3 keeps 4 bits: each product is off by 2**-4 / sqrt(terms) relative, at random.
-    np.testing.assert_allclose(narrow, wide, rtol=0.05)
+    # e4m3 keeps 4 bits, so that a product of 128 terms is off by 2**-4 / sqrt(128) relative; later
+    # steps of Adam at this rate part from each other as they do for any other rounding.
+    np.testing.assert_allclose(narrow[:2], wide, rtol=2**-4 / np.sqrt(128))
