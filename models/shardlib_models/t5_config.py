@@ -60,8 +60,8 @@ class T5Config:
     """Value added to the mean square in an RMSNorm."""
     dropout: float = 0.0
     """Probability of dropping a unit of the embeddings, of each branch, of the hidden layer of the
-    MLP and of the result of each stack, in [0, 1). Published models are tuned with 0.1, which
-    `init_from` does not set."""
+    MLP and of the result of each stack, in [0, 1). T5 also drops weights of attention, which this
+    model does not."""
     init_factor: float = 1.0
     """Factor of the standard deviations of the initial weights."""
     remat: str = "none"

@@ -1,7 +1,5 @@
 """Loading a Hugging Face checkpoint onto the active mesh, shard by shard."""
 
-import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.description import Description, describe
+from shardlib.hf.dropout import warn_of_lacking
 from shardlib.hf.loaded import Loaded
-from shardlib.hf.matching import heads, is_floating, matched
+from shardlib.hf.matching import is_floating, matched, without_head
 from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
@@ -26,8 +25,6 @@ from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib.sharding.constrain import Scope, active
 from shardlib.sharding.partition import place, shardings
-
-_LOG = logging.getLogger(__name__)
 
 
 def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool = False) -> Loaded:
@@ -82,7 +79,8 @@ def read_params(
     """Returns arrays of a folder by path, each on its shards.
 
     If the folder holds another architecture than the model, the parameters of the model's own head
-    are left out, and so are the tensors of the other head; both are logged.
+    are left out, and so are the tensors of the other head; both are logged, and so is the dropout
+    that training lacks.
 
     Args:
         found: The folder.
@@ -97,19 +95,10 @@ def read_params(
     known, described = parameters(module, state=True), found.architecture
     layout = TensorTable(described.table(found.config), known)
     tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
+    warn_of_lacking(found)
     if found.held is not None:
-        new, left = heads(layout, tensors, found.held, found.config)
-        kept = {path: known[path] for path in known.keys() - new}
-        layout = TensorTable(described.table(found.config), kept)
-        ignored = (*described.ignored, *found.held.ignored, *left)
-        described = dataclasses.replace(described, ignored=ignored)
-        placed = {path: sharding for path, sharding in placed.items() if path in kept}
-        _LOG.warning(
-            "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
-            *(found.folder, found.held.name),
-            ", ".join(sorted(new)) or "(none)",
-            ", ".join(name for name in tensors if name in left) or "(none)",
-        )
+        layout, described = without_head(layout, tensors, found)
+        placed = {path: sharding for path, sharding in placed.items() if path in layout.params}
     names = matched(layout, tensors, described, found.config)
     return read_parameters(layout, tensors, names, placed, dtype)
 

@@ -1,6 +1,8 @@
 """Tensors of a checkpoint found by the names of a table, under any of their names."""
 
+import dataclasses
 import fnmatch
+import logging
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -11,8 +13,11 @@ from jax.typing import DTypeLike
 
 from shardlib.errors import CheckpointError
 from shardlib.hf.architecture import Architecture
+from shardlib.hf.description import Description
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import TensorTable
+
+_LOG = logging.getLogger(__name__)
 
 
 def matched(
@@ -85,11 +90,13 @@ def _aliases(name: str, described: Architecture, expected: Collection[str]) -> I
             yield name.removesuffix(end) + older
 
 
-def heads(
-    layout: TensorTable, tensors: Tensors, held: Architecture, config: Any
-) -> tuple[set[str], set[str]]:
-    """Returns the parameters of a head that a folder of another architecture lacks, and the names
-    of the tensors of its own head."""
+def without_head(
+    layout: TensorTable, tensors: Tensors, found: Description
+) -> tuple[TensorTable, Architecture]:
+    """Returns the table without the head of the model, and its architecture, which ignores the head
+    of the folder: another one. Logs both."""
+    described, held, config = found.architecture, found.held, found.config
+    assert held is not None, "the folder holds another architecture"
     theirs = {row.theirs for row in held.table(config)}
     ours = {row.theirs for row in layout.rows.values()}
     lacking = {
@@ -97,7 +104,17 @@ def heads(
     }
     new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
     left = {one for name in theirs - ours for one in _aliases(name, held, ())}
-    return new, left | set(held.tied.values())
+    left |= set(held.tied.values())
+    _LOG.warning(
+        "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
+        *(found.folder, held.name),
+        ", ".join(sorted(new)) or "(none)",
+        ", ".join(name for name in tensors if name in left) or "(none)",
+    )
+    kept = {path: known for path, known in layout.params.items() if path not in new}
+    ignored = (*described.ignored, *held.ignored, *left)
+    table = TensorTable(described.table(config), kept)
+    return table, dataclasses.replace(described, ignored=ignored)
 
 
 def is_floating(dtype: DTypeLike) -> bool:

@@ -70,7 +70,7 @@ def sized(size: str, name: str | None = None) -> dict[str, Any]:
 def check_agrees(found: Any, model: Any) -> None:
     """Raises `ConfigError` with every field of a model that differs from its folder.
 
-    Fields that `config.json` does not decide, such as dropout and remat, are free.
+    Fields that `config.json` does not decide, such as remat, are free, and so is dropout.
 
     Args:
         found: The `hf.Description` of the folder.
@@ -146,5 +146,5 @@ def _differences(fields: Mapping[str, Any], held: Any, given: Any, path: str) ->
         theirs, ours = getattr(held, name), getattr(given, name)
         if isinstance(value, Mapping) and theirs is not None and ours is not None:
             yield from _differences(value, theirs, ours, f"{path}{name}.")
-        elif theirs != ours:
+        elif theirs != ours and name != "dropout":  # Another rate fits the same weights.
             yield f"{path}{name} is {ours!r}, there {theirs!r}"

@@ -30,6 +30,8 @@ GPT2 = Architecture(
         "n_positions": Field("max_positions"),
         "vocab_size": Field("vocab_size"),
         "layer_norm_epsilon": Field("norm_eps"),
+        "embd_pdrop": Field("dropout", 0.1),
+        "resid_pdrop": Field("dropout", 0.1),
         "tie_word_embeddings": Field("tied_embeddings", True),
         "activation_function": Field(
             "activation", "gelu_new", {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}

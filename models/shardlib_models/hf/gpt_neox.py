@@ -30,6 +30,7 @@ NEOX = Architecture(
         "vocab_size": Field("vocab_size"),
         "max_position_embeddings": Field("max_positions"),
         "layer_norm_eps": Field("norm_eps"),
+        "hidden_dropout": Field("dropout", 0.0),
         "tie_word_embeddings": Field("tied_embeddings", False),
         "hidden_act": Field("activation", "gelu", {**ACTIVATIONS, "gelu_tanh": "gelu_new"}),
         "use_parallel_residual": Field("block", True, {"parallel": True, "pre": False}),

@@ -29,6 +29,8 @@ GPTJ = Architecture(
         "rotary_dim": Field("rotary_dims"),
         "vocab_size": Field("vocab_size"),
         "layer_norm_epsilon": Field("norm_eps"),
+        "embd_pdrop": Field("dropout", 0.0),
+        "resid_pdrop": Field("dropout", 0.0),
         "activation_function": Field(
             "activation", "gelu_new", {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
         ),

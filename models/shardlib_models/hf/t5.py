@@ -10,7 +10,6 @@ def _table(config: Any) -> tuple[TensorRow, ...]:
     up = "wi_1" if config.mlp == "gated_gelu" else "wi"
     text = """
 token_embedding/embedding  shared.weight  vocab embed
-head/kernel  lm_head.weight  vocab embed
 """
     # The MLP is the last part of a layer. The rows of cross-attention have no effect in an encoder.
     for stack, counted, mlp in (("encoder", "encoder_layers", 1), ("decoder", "layers", 2)):
@@ -28,7 +27,7 @@ head/kernel  lm_head.weight  vocab embed
 {ours}/mlp/up/kernel  {theirs}.{mlp}.DenseReluDense.{up}.weight  mlp embed
 {ours}/mlp/down/kernel  {theirs}.{mlp}.DenseReluDense.wo.weight  embed mlp
 """
-    return rows(text)
+    return rows(text + "head/kernel  lm_head.weight  vocab embed")
 
 
 T5 = Architecture(
@@ -46,6 +45,7 @@ T5 = Architecture(
         "relative_attention_max_distance": Field("relative_max_distance", 128),
         "feed_forward_proj": Field("mlp", "relu", {"relu": "relu", "gated_gelu": "gated-gelu"}),
         "layer_norm_epsilon": Field("norm_eps", 1e-6),
+        "dropout_rate": Field("dropout", 0.1),
         "initializer_factor": Field("init_factor", 1.0),
         "decoder_start_token_id": Field("start_token", 0),
         # Newer versions of transformers write the last, and true for the first whatever it is.
