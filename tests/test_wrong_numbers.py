@@ -10,15 +10,20 @@ from random_programs.compare import compare, run
 from random_programs.model import KINDS
 from random_programs.program import draw_program, kind_of
 
+# The first of each tuple have all kinds of programs, operations that XLA cuts wrongly, and meshes.
 WRONG_BY_XLA = (
-    *(6, 9, 20, 21, 25, 30, 33, 51, 54, 57, 60, 62, 64, 69, 72, 73, 78, 89, 91, 95),
-    *(103, 117, 118, 123, 129, 131, 143, 144, 147),
+    *(6, 20, 21, 54, 57, 62, 64, 72, 78, 89, 103, 143, 144),
+    *(9, 25, 30, 33, 51, 60, 69, 73, 91, 95, 117, 118, 123, 129, 131, 147),
 )
-RIGHT = (15, 23, 48, 56, 63, 70, 76, 77, 105, 109, 115, 138)
+RIGHT = (23, 48, 56, 76, 138, 15, 63, 70, 77, 105, 109, 115)
+SOAK = {*WRONG_BY_XLA[13:], *RIGHT[5:]}
+SEEDS = [
+    pytest.param(seed, marks=pytest.mark.soak if seed in SOAK else pytest.mark.mesh)
+    for seed in (*WRONG_BY_XLA, *RIGHT)
+]
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("seed", [*WRONG_BY_XLA, *RIGHT])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_numbers_are_right(seed):
     program = draw_program(seed)
     result = compare(program, "auto", run(program, "data=1"))

@@ -1,8 +1,9 @@
 """The gradients of a program on its mesh against those on one device."""
 
 import dataclasses
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -113,10 +114,10 @@ def rounding_error(program: Program, expected: tuple[float, Gradients], enough: 
     jumps where a ReLU's input is that close to zero.
     """
     random, largest = np.random.default_rng(program.seed), 0.0
+    first_step = step_of(program, "data=1")
     for _ in range(MOVED_PARAMS):
         moved = {path: _moved(x, random) for path, x in program.params.items()}
-        actual = run(dataclasses.replace(program, params=moved), "data=1")
-        largest = max(largest, outcome(expected, actual).leaf_error)
+        largest = max(largest, outcome(expected, first_step(moved)).leaf_error)
         if largest >= enough:
             break
     return largest
@@ -135,42 +136,53 @@ def run(
     The momentum after the first step is the gradient itself. The codes of faults that the check of
     the compiled step finds are added to `told`; the step runs all the same.
     """
+    return step_of(program, mesh, constrain, told)(program.params)
+
+
+def step_of(
+    program: Program, mesh: str, constrain: str = "user", told: list[str] | None = None
+) -> Callable[[Mapping[str, np.ndarray]], tuple[float, Gradients]]:
+    """Returns the function of `run` of the parameters; its step is compiled once."""
     sizes = sl.MeshConfig.parse(mesh).sizes
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    with sl.use(sl.make_mesh(mesh, devices=devices), program.placement.rules):
-        state = initial_state(program)
-        step = sl.make_train_step(
-            program.loss,
-            batch_axes=program.placement.batch_axes,
-            constrain=constrain,  # type: ignore[arg-type]
-            allow_wrong_numbers=tuple(FAULTS),
+    made = sl.make_mesh(mesh, devices=jax.devices()[: math.prod(sizes.values())])
+    step = sl.make_train_step(
+        program.loss,
+        batch_axes=program.placement.batch_axes,
+        constrain=constrain,  # type: ignore[arg-type]
+        allow_wrong_numbers=tuple(FAULTS),
+    )
+    batch = dict(program.batch)
+    with sl.use(made, program.placement.rules):
+        abstract = sl.abstract_state(
+            program.module, optax.sgd(0.1, momentum=0.9), inputs=program.inputs
         )
-        batch = dict(program.batch)
-        if told is not None:
-            traced = step.program(state, batch).trace(state, batch)
-            mesh = state.definition.scope.mesh
-            faults = wrong_numbers(traced.lower().compile(), mesh, traced.jaxpr)
-            told += sorted({fault.code for fault in faults})
-        state, metrics = step(state, batch)
-    gradients = jax.device_get(state.opt_state[0].trace)
-    gradients = {path: x.astype(np.float64) for path, x in named_leaves(gradients).items()}
-    return float(metrics["loss"]), gradients
+
+    def first_step(params: Mapping[str, np.ndarray]) -> tuple[float, Gradients]:
+        with sl.use(made, program.placement.rules):
+            state = initial_state(abstract, params)
+            if told is not None:
+                traced = step.program(state, batch).trace(state, batch)
+                faults = wrong_numbers(traced.lower().compile(), made, traced.jaxpr)
+                told.extend(sorted({fault.code for fault in faults}))
+            state, metrics = step(state, batch)
+        gradients = jax.device_get(state.opt_state[0].trace)
+        gradients = {path: x.astype(np.float64) for path, x in named_leaves(gradients).items()}
+        return float(metrics["loss"]), gradients
+
+    return first_step
 
 
-def initial_state(program: Program) -> Any:
-    """Returns the state with the program's own parameters on the active mesh.
+def initial_state(abstract: Any, params: Mapping[str, np.ndarray]) -> Any:
+    """Returns an abstract state with the program's own parameters, each in its place.
 
     They are made by numpy: compiling an initialisation would take as long as compiling the step.
     """
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    abstract = sl.abstract_state(program.module, optimizer, inputs=program.inputs)
 
     def value(path: str, leaf: jax.ShapeDtypeStruct) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
         inside, _, name = path.partition("/")
-        is_param = inside == "params"
-        return program.params[name] if is_param else np.zeros(leaf.shape, leaf.dtype)
+        return params[name] if inside == "params" else np.zeros(leaf.shape, leaf.dtype)
 
     leaves = [
         jax.device_put(value(path, leaf), leaf.sharding)
