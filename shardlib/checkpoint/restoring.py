@@ -200,13 +200,6 @@ def check_same_leaves(
 ) -> list[str]:
     """Rejects a checkpoint whose leaves differ from the leaves of the target state.
 
-    Args:
-        directory: The checkpoint.
-        saved: Its leaves.
-        expected: The leaves of the state.
-        cast: Accepts other dtypes, except for PRNG keys.
-        partial: Accepts missing and unexpected leaves: all, or those that it returns True for.
-
     Returns:
         A line for each accepted difference.
 

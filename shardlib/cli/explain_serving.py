@@ -38,13 +38,6 @@ def explain_serving(
 ) -> bool:
     """Prints the report on an engine; returns whether it fits.
 
-    Args:
-        model: Value of CONFIG.
-        on: The cluster.
-        options: Arguments of `run.reports.explaining_serving`; None where it has a default.
-        others: Options that explain training, by name.
-        as_json: Whether to print JSON.
-
     Raises:
         ConfigError: If no cluster is given, or an option explains training.
     """

@@ -78,10 +78,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
 def parse(text: str, name: str) -> tuple[Item, list[str]]:
     """Returns a YAML document as a tree and its faults.
 
-    Args:
-        text: One YAML document.
-        name: Name of the document in messages, usually the path of its file.
-
     Raises:
         ConfigError: If the text is not one YAML document, or exceeds the size limits.
     """

@@ -19,9 +19,6 @@ MOST_BYTES_UNASKED = 1 << 26
 class Gunzipped(io.RawIOBase):
     """The content of a gzip file.
 
-    Args:
-        file: The file.
-
     Raises:
         DataError: While reading, if the file is damaged or decompresses to more than text can. The
             declared size does not help: it is modulo 4 GiB, and the writer can set it freely.

@@ -13,11 +13,6 @@ from shardlib.errors import ModelError
 class Adjustment:
     """The numbers that are added to the logits of one answer.
 
-    Args:
-        sampling: Its settings.
-        vocab_size: Tokens of the model.
-        matcher: Its grammar.
-
     Raises:
         ModelError: If the model lacks tokens of the bias.
     """

@@ -76,14 +76,7 @@ class StepResult(NamedTuple):
 
 
 class EnginePrograms:
-    """The steps of one model.
-
-    Args:
-        model: The module.
-        decoding: How its family decodes.
-        scope: The mesh and rules, or None for one device.
-        sizes: Sizes of the steps and the cache.
-    """
+    """The steps of one model."""
 
     def __init__(
         self, model: nnx.Module, decoding: Decoding, scope: Scope | None, sizes: EngineSizes
@@ -200,12 +193,7 @@ def num_groups(scope: Scope | None, params: Any) -> int:
 
 
 class Arranger:
-    """Writes steps as arrays of given sizes.
-
-    Args:
-        sizes: The sizes.
-        adapters: Names of adapters, in their order.
-    """
+    """Writes steps as arrays of given sizes."""
 
     def __init__(self, sizes: EngineSizes, adapters: Sequence[str] = ()):
         self.sizes = sizes

@@ -6,12 +6,7 @@ _UNFINISHED = "�"
 
 
 class TextStream:
-    """The text of an answer.
-
-    Args:
-        decode: Returns the text of tokens.
-        stop: Texts before which the answer ends.
-    """
+    """The text of an answer."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
         self._decode, self._stop = decode, tuple(stop)

@@ -12,11 +12,7 @@ Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather"]
 
 
 class Network:
-    """The mesh axes that have more than one device, from the fastest to the slowest.
-
-    Args:
-        links: The link of each axis.
-    """
+    """The mesh axes that have more than one device, from the fastest to the slowest."""
 
     def __init__(self, links: Mapping[str, Link]):
         self.links = links

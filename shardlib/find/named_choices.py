@@ -21,16 +21,7 @@ Cut = tuple[str, ...]
 
 
 class NamedChoices:
-    """The variables of the rules of names.
-
-    Args:
-        program: Where they are added.
-        classes: The tensor classes, with their names.
-        sizes: Devices along each mesh axis.
-        cuts: The sets of mesh axes that a rule may name, in order.
-        param_axes: Mesh axes that rules for parameters may name.
-        rule_seconds: The cost of a mesh axis in a rule.
-    """
+    """The variables of the rules of names."""
 
     def __init__(
         self,

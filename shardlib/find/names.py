@@ -44,12 +44,6 @@ def named_rules(
     Names by which the model places tensors have the chosen rules. Elsewhere an axis has one name.
     If two tensor classes cut it differently, the one with fewer bytes has another name for it, as
     the residual stream of a transformer has under sequence parallelism.
-
-    Args:
-        classes: The classes of the program.
-        solution: Their layouts.
-        paths: The paths of the arguments of the program.
-        given: The logical axes that the model names, by path.
     """
     names = axis_names(classes, paths, given)
     tables = _chosen(solution)

@@ -29,12 +29,6 @@ def planned_layouts(
     all activations. A value without rows of the batch, or that the rules cannot cut evenly, is left
     to the partitioner.
 
-    Args:
-        closed: The program, with its backward pass.
-        arguments: The path and the kind of each argument.
-        rules: The rules, with `names`.
-        sizes: Devices along each mesh axis.
-
     Raises:
         RuleError: If the program connects dims that were different axes when the rules were found.
     """

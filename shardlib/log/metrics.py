@@ -63,11 +63,6 @@ class MetricsWriter:
     ) -> None:
         """Writes the metrics of one step: numbers (including 0-d arrays) or None by name.
 
-        Args:
-            step: The number of the step.
-            metrics: Its metrics.
-            account: The result of `goodput.Account.stamp`.
-
         Raises:
             ValueError: If the step is not after the last written step.
         """

@@ -35,11 +35,6 @@ def build_optimizer(config: OptimizerConfig, *, steps: int, global_batch: int) -
     expert load-balancing biases take signed steps instead and use only the averaging. Each array of
     the state that belongs to a parameter has a tree path that ends with the parameter's path.
 
-    Args:
-        config: Update rule, schedule and hyperparameters.
-        steps: Updates of the whole run, the length of the schedule.
-        global_batch: Examples (sequences or images) per update.
-
     Raises:
         ConfigError: If the schedule does not fit into `steps`, or an optimizer named by import path
             does not return a transformation. `transform.init` raises it if a given pattern matches

@@ -22,13 +22,7 @@ _FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"
 def wanted_layouts(
     flat: FlatProgram, outputs: Sequence[Dims | None], planned: Mapping[Value, Dims]
 ) -> dict[Atom, Dims]:
-    """Returns the dims that readers want, by variable.
-
-    Args:
-        flat: The program.
-        outputs: The wanted dims of its results.
-        planned: Dims that are wanted for values, whoever reads them.
-    """
+    """Returns the dims that readers want, by variable."""
     wanted: dict[Atom, Dims] = {}
 
     def want(atom: Atom, dims: Dims | None) -> None:

@@ -69,14 +69,6 @@ def analyze(
 ) -> PartitionedFunction:
     """Decides the layouts of the values of a function.
 
-    Args:
-        traced: The function.
-        scope: The mesh and rules.
-        inputs: Layouts of the leaves of the arguments.
-        outputs: Returns the layouts of the leaves of the result, given the abstract result.
-        batch_axes: The mesh axes of the batch.
-        planned: Dims wanted for values, by value of the flat programs.
-
     Raises:
         PartitionError: If it holds an operation that cannot be partitioned.
     """
@@ -110,14 +102,7 @@ def execute(
     *,
     quiet: bool = False,
 ) -> PyTree:
-    """Returns the results of a function, run as one manual region over all remaining axes.
-
-    Args:
-        analyzed: The function.
-        scope: The mesh and rules.
-        arguments: Its arguments, in the layouts given to `analyze`.
-        quiet: Whether to log no operations that are computed whole.
-    """
+    """Returns the results of a function, run as one manual region over all remaining axes."""
     traced, program = analyzed.traced, analyzed.program
     if not quiet and (held := program.held_whole()):
         _LOG.warning(

@@ -103,13 +103,6 @@ def answer_mixed(
 ) -> MixedPlans:
     """Returns the best plans of a workload on the mixed cluster of a question.
 
-    Args:
-        name: Name of the model for the report.
-        workload: What is trained.
-        question: The question asked.
-        notes: Sentences to append to the report.
-        kept: Config keys that no plan may set.
-
     Raises:
         MeshError: If nothing fits or is fast enough, or a mesh to explain is malformed.
         ModelError: If the model has state of its own.

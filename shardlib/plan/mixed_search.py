@@ -282,10 +282,6 @@ def _update(
 ) -> dict[str, float]:
     """Returns the seconds of the update on the kind that takes longest for it, and of the transfers
     of the optimizer state from and to the hosts.
-
-    Args:
-        workload, cluster, layout, choice: As in `shared_out`.
-        times: Time of each kind with the optimizer state on the devices.
     """
     if not layout.offload_optimizer:
         return {"optimizer": max(time.optimizer for time in times), "offload": 0.0}

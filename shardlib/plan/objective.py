@@ -119,12 +119,6 @@ def best_found(
 ) -> Found[Plan] | None:
     """Returns the search result on the cluster that suits a goal best; None if nothing fits or is
     fast enough on any.
-
-    Args:
-        workload: What is trained.
-        tried: Clusters, smallest first.
-        goal: Goal of the plan.
-        top: Number of meshes to return a plan for.
     """
     limit = goal.seconds(workload.tokens)
     suited: list[Found[Plan]] = []

@@ -119,10 +119,6 @@ class Question:
 
     def check_without_tokens(self, name: str, unit: str) -> None:
         """Raises `ConfigError` if token counts are given for a model that does not train on tokens.
-
-        Args:
-            name: Name of the model.
-            unit: Unit that the model trains on.
         """
         faults = [
             f"{option} counts tokens, and {name} trains on {unit}.\n  {instead}"

@@ -70,14 +70,7 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan, mesh: MeshSpec) ->
 
 
 def compared(mesh: str, plan: Plan, best: Plan, differences: tuple[str, ...] = ()) -> WhyNot:
-    """Returns the answer for a mesh that can run.
-
-    Args:
-        mesh: The mesh as text.
-        plan: The best plan of the mesh.
-        best: The best plan of all meshes.
-        differences: Further reasons why it is slower.
-    """
+    """Returns the answer for a mesh that can run."""
     if plan.layout.sizes == best.layout.sizes:
         return WhyNot(mesh, ("this is the plan",), plan, 0.0)
     slower = plan.seconds / best.seconds - 1

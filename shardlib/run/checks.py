@@ -274,12 +274,7 @@ def check_is_config(config: object) -> None:
 
 
 def check_activation_rules(config: RunConfig, met: set[str]) -> None:
-    """Raises `RuleError` for rules of the config that match no activation.
-
-    Args:
-        config: The config.
-        met: The logical axes of the model and its batches.
-    """
+    """Raises `RuleError` for rules of the config that match no activation."""
     if isinstance(config.rules, RulesConfig) and config.rules.names is not None:
         return  # Operations give the activations their names.
     if faults := _unused_rules(config, "activations", "activation", met):

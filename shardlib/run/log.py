@@ -44,13 +44,6 @@ class RunLog:
     """The display, metrics, loggers and events of a run: silent on all processes except the first.
 
     A context manager; leaving it ends the display and closes the files in every case.
-
-    Args:
-        parts: The run.
-        directory: Directory of the run.
-        group: This process's place in its group.
-        clock: The clock that the run drives from its start, for the account of its time.
-        loggers: Metrics loggers, in addition to the ones that the config names.
     """
 
     def __init__(
@@ -238,14 +231,7 @@ class RunLog:
             self._loggers.log(held.step, row)
 
     def closing(self, title: str, *, is_finished: bool, step: int, can_sample: bool) -> None:
-        """Prints the closing card of all steps in the metrics file, and the next commands.
-
-        Args:
-            title: How the run has ended.
-            is_finished: Whether it has taken all of its steps.
-            step: Number of steps taken.
-            can_sample: Whether `shardlib generate` can sample from the run.
-        """
+        """Prints the closing card of all steps in the metrics file, and the next commands."""
         self._write_held()
         self._is_finished, self._ending = is_finished, title
         rows: list[dict[str, Any]] = []

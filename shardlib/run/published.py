@@ -71,10 +71,6 @@ def check_agrees(found: Any, model: Any) -> None:
     """Raises `ConfigError` with every field of a model that differs from its folder.
 
     Fields that `config.json` does not decide, such as remat, are free, and so is dropout.
-
-    Args:
-        found: The `hf.Description` of the folder.
-        model: The config of the model.
     """
     faults = list(_differences(found.fields, found.config, model, ""))
     if faults:
@@ -89,11 +85,6 @@ def implied_data(
 ) -> dict[str, Any]:
     """Returns the keys of data that a model with a folder implies: the kind of data that it takes,
     its tokenizer, and the size and the scale of its images.
-
-    Args:
-        model: The keys of the model.
-        data: The given keys of the data.
-        kinds: The classes of data configs by kind.
 
     Raises:
         ConfigError: If the data need a tokenizer, and the folder has none.

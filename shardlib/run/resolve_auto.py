@@ -157,12 +157,7 @@ def fitted(parts: Setup, source: MapSource) -> Setup:
 
 
 def smallest(parts: Setup, batch: PyTree) -> Setup:
-    """Returns the parts with the first number of microbatches that `fitted` would try.
-
-    Args:
-        parts: The parts.
-        batch: A batch, as `ShapeDtypeStruct`s.
-    """
+    """Returns the parts with the first number of microbatches that `fitted` would try."""
     stages = _stages(parts)
     number = counts(_step(parts, stages), parts.abstract, batch, multiple_of=stages)[0]
     reason = f"{number} or more: a run takes the fewest whose step fits into memory"

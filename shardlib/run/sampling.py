@@ -17,10 +17,6 @@ from shardlib.train.state import TrainState
 class Sampler:
     """Continues prompts with the parameters of a state, compiled once for each length.
 
-    Args:
-        parts: The run.
-        tokenizer: The tokenizer that the model was trained with.
-
     Raises:
         ModelError: If models of its family do not generate text.
     """

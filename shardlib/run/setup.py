@@ -223,11 +223,6 @@ def _abstract(config: RunConfig, cluster: Cluster) -> AbstractMesh:
 def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
     """Checks a config against its data and returns the parts of the run.
 
-    Args:
-        config: The config.
-        data: The data spec of the model.
-        scope: The mesh and rules from `make_scope`.
-
     Raises:
         ConfigError: If model and data do not fit each other.
         RuleError: If tensors cannot be placed (the message names them all), or the config has rules

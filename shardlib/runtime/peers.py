@@ -66,10 +66,6 @@ def end_when_coordination_fails(threads: Collection[int], index: int) -> None:
 
     Other aborts are unchanged. The thread tells them apart: the client starts its own threads when
     it joins a group, before any device is used.
-
-    Args:
-        threads: System's ids of the threads started by joining the group.
-        index: Index of this process in its group.
     """
     _own_threads.update(threads)
     if not threads or _kept_alive:

@@ -79,11 +79,6 @@ class Watchdog:
     has one such timer: the program must not use `faulthandler.dump_traceback_later` at the same
     time.
 
-    Args:
-        clock: The clock of phases.
-        config: The limits.
-        report_dir: Directory for the stacks; made if needed.
-
     `on_end` may be set to a function that is called with the phase just before the process ends, in
     the watchdog's thread; the process ends even if the function hangs.
     """

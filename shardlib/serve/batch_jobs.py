@@ -61,14 +61,7 @@ class BatchJobs:
             self._thread.join(seconds)
 
     def add(self, file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
-        """Queues a batch, and returns it.
-
-        Args:
-            file: The id of its requests.
-            endpoint: The URL of all of them.
-            window: The time that the client gives, which is not used.
-            metadata: What the client wants to keep with it.
-        """
+        """Queues a batch, and returns it."""
         batch = {
             "id": self.store.new_id("batch"),
             "object": "batch",

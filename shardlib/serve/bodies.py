@@ -116,12 +116,6 @@ class Speaker:
 def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) -> Asked:
     """Returns what a body asks for.
 
-    Args:
-        url: The path of the endpoint.
-        body: The JSON value.
-        speaker: The model.
-        may_stream: Whether answers can be sent in pieces.
-
     Raises:
         BodyError: If the URL is unknown, or the body has unknown or missing fields or wrong values;
             the message lists all faults of a kind.

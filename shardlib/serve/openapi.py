@@ -66,12 +66,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def described(url: Url, models: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of a route that describe its body and its responses.
-
-    Args:
-        url: The path.
-        models: The names of the models.
-    """
+    """Returns the arguments of a route that describe its body and its responses."""
     properties = {
         name: _NARROWER.get(name) or _property(kind) for name, kind in FIELDS[url].items()
     }

@@ -26,15 +26,7 @@ def response(
     identity: str,
     created: int,
 ) -> dict[str, Any]:
-    """Returns the body of a response.
-
-    Args:
-        asked: What was asked for.
-        completions: Of each prompt, one for each choice.
-        speaker: The model.
-        identity: The id of the response.
-        created: Seconds since 1970.
-    """
+    """Returns the body of a response."""
     if asked.url == EMBEDDINGS:
         return _embeddings(asked, completions)
     is_chat = asked.url == CHAT
@@ -129,15 +121,7 @@ def _reason(finish_reason: str | None, num_calls: int) -> str | None:
 def echoed(
     asked: Asked, index: int, ids: Sequence[int], scored: Sequence[Token], speaker: Speaker
 ) -> tuple[str, tuple[Token, ...]]:
-    """Returns the text and the tokens with which a choice begins that repeats its prompt.
-
-    Args:
-        asked: What was asked for.
-        index: The choice.
-        ids: The tokens of the prompt.
-        scored: All but the first with their log probabilities, if these are wanted.
-        speaker: The model.
-    """
+    """Returns the text and the tokens with which a choice begins that repeats its prompt."""
     prompt = asked.prompts[index // len(asked.samplings)]
     text = prompt if isinstance(prompt, str) else speaker.decode(ids)
     return text, (Token(ids[0], math.nan), *scored)
@@ -207,14 +191,7 @@ class Chunks:
     def piece(
         self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None
     ) -> Iterator[dict[str, Any]]:
-        """Yields the chunks of a piece of a choice.
-
-        Args:
-            index: The choice.
-            text: Its new text.
-            tokens: Its new tokens.
-            finish_reason: Why it has ended, if so.
-        """
+        """Yields the chunks of a piece of a choice."""
         logprobs: dict[str, Any] | None = None
         if self.asked.url == CHAT:
             yield from self._chat_piece(index, text, tokens, finish_reason)

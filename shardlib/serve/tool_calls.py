@@ -32,9 +32,6 @@ class ToolReader:
 
     Text that may become a call is held back: from `<tool_call>` to its end, and a text that begins
     as JSON until all of it has come. Whitespace before and after calls is dropped.
-
-    Args:
-        names: Names of the tools that may be called.
     """
 
     def __init__(self, names: Collection[str]):

@@ -261,10 +261,6 @@ def place_optimizer(opt_state: PyTree, params: Mapping[str, Placement]) -> dict[
     (Shazeer & Stern 2018, "Adafactor"), takes the placement of the remaining dims. All other leaves
     are replicated, as counters and placeholders should be. A larger leaf of neither kind has
     `asked_for` false, so that `explain` reports it.
-
-    Args:
-        opt_state: `optimizer.init(params)`, abstract or not.
-        params: Placements of the parameters by path.
     """
     by_keys = {tuple(path.split("/")): placement for path, placement in params.items()}
     leaves, _ = jax.tree_util.tree_flatten_with_path(opt_state)

@@ -34,11 +34,6 @@ def where_forward_differs(
 
     Both models run once more, forward only and on the whole batch, without the rest of the step.
     Only layers that `scan_layers` runs are observed.
-
-    Args:
-        reference: The program of one device.
-        program: The program of the mesh.
-        relative: The relative change of parameters for measuring bounds.
     """
     on_one = _forward(reference)
     probes = [on_one(change) for change in perturbations(relative)]

@@ -124,10 +124,6 @@ def by_layer(values: Values, uses: Mapping[str, Use]) -> dict[Quantity, np.ndarr
     """Returns values with stacks split into layers, each kind in the order in which it is computed.
 
     Parameters are sorted by their use, and gradients from the last layer to the first.
-
-    Args:
-        values: Values of whole leaves.
-        uses: The first use of each parameter by its path.
     """
     ordered: dict[Quantity, np.ndarray] = {}
     for (kind, _), group in itertools.groupby(values, lambda q: (q.kind, q.step)):

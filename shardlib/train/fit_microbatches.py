@@ -119,12 +119,6 @@ def fit_microbatches(
 def counts(step: TrainStep, state: TrainState, batch: PyTree, *, multiple_of: int = 1) -> list[int]:
     """Returns the numbers of microbatches that split a batch evenly on a mesh, smallest first.
 
-    Args:
-        step: A step, for the logical axes of its batches.
-        state: The state, for its mesh and rules.
-        batch: A batch, as arrays or `ShapeDtypeStruct`s.
-        multiple_of: Required divisor of the numbers.
-
     Raises:
         MeshError: If no number splits the batch evenly.
     """

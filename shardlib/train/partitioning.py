@@ -100,16 +100,7 @@ class LossPartitioner:
         constrains: bool | None = None,
         planned: Callable[[ClosedJaxpr], Mapping[Value, Dims]] = lambda closed: {},
     ) -> Any:
-        """Returns `fn(*arguments)`.
-
-        Args:
-            fn: The function.
-            arguments: Pytrees of arrays.
-            layouts: Returns the layouts of the arguments.
-            outputs: The layouts of the result.
-            constrains: As in `who_partitions`.
-            planned: Returns the dims that are wanted for values of a program.
-        """
+        """Returns `fn(*arguments)`."""
         if reason := self._reason_for_xla():
             self.on_partition(Partition("XLA", reason))
             return fn(*arguments)
@@ -176,13 +167,7 @@ def placed_layouts(
     places: Mapping[str, Placement],
     stored: Callable[[str], bool] = lambda path: False,
 ) -> list[ValueLayout]:
-    """Returns the layouts of leaves from their placements, without the manual mesh axes.
-
-    Args:
-        tree: Arrays.
-        places: Placements by path.
-        stored: Whether a path belongs to a parameter, which is gathered where it is used.
-    """
+    """Returns the layouts of leaves from their placements, without the manual mesh axes."""
     return [
         _layout(places[path].spec, len(leaf.shape), stored(path))
         for path, leaf in named_leaves(tree).items()

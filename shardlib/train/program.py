@@ -88,11 +88,6 @@ class ProgramCheck:
 
         JAX caches the compiled program and runs it when the program is called.
 
-        Args:
-            program: The program.
-            arguments: Its arguments, on any devices.
-            mesh: The mesh on which it runs.
-
         Raises:
             WrongProgramError: If the compiled program does not compute what the source says.
         """
@@ -188,12 +183,6 @@ class JittedStep(abc.ABC):
         self, step: Callable[..., Any], given: tuple[PyTree, ...], mesh: AnyMesh, **options: Any
     ) -> PlacedProgram:
         """Returns the program of a function with the compiler options of its devices.
-
-        Args:
-            step: The function of a state and further arguments.
-            given: The shardings of these arguments.
-            mesh: The mesh of the step, which may be abstract.
-            options: Options of `jax.jit`.
 
         Raises:
             ConfigError: If the compiler refuses one of `compiler_options`.

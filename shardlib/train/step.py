@@ -330,11 +330,7 @@ class TrainStep(JittedStep):
         )
 
     def partition(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> Partition:
-        """Returns the partitioner of the loss (`by`) and the reason (`why`).
-
-        Args:
-            state, batch, inputs: Arguments of the step, which may be abstract.
-        """
+        """Returns the partitioner of the loss (`by`) and the reason (`why`)."""
         batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
         partitions: list[Partition] = []
@@ -344,11 +340,7 @@ class TrainStep(JittedStep):
         return partitions[-1]
 
     def gradient_sums(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> GradientSums:
-        """Returns where the gradients are summed over `data` and `context`, and the reason.
-
-        Args:
-            state, batch, inputs: Arguments of the step, which may be abstract.
-        """
+        """Returns where the gradients are summed over `data` and `context`, and the reason."""
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
             loss = self._loss(definition, input_shardings(inputs, definition.scope))

@@ -36,11 +36,6 @@ def results(
 ) -> list[ValueSharding]:
     """Returns the layouts of the results of an equation without an inner program, and records the
     collectives that it needs.
-
-    Args:
-        spread: The mesh.
-        equation: Equation of a jaxpr, or an `Operation`.
-        laids: Layouts of its operands.
     """
     layouts = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
     widths = [laid.width for laid in laids if laid.partial]

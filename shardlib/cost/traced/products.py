@@ -18,14 +18,7 @@ Shape = Sequence[float]
 def product(
     spread: Spreading, operation: Operation, ins: list[ValueSharding], outs: Sequence[ValueSharding]
 ) -> Product:
-    """Returns the matmul that one device runs for one of `PRODUCTS`.
-
-    Args:
-        spread: The mesh.
-        operation: The product or convolution.
-        ins: Layouts of its operands.
-        outs: Layouts of its results.
-    """
+    """Returns the matmul that one device runs for one of `PRODUCTS`."""
     avals = [var.aval for var in operation.invars[:2]]
     out = operation.outvars[0].aval
     taken = ins[:2]

@@ -219,13 +219,7 @@ def spec_of(spec: PartitionSpec, rank: int) -> Spec:
 
 
 def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:
-    """Returns the number of shards of an array on a mesh.
-
-    Args:
-        placement: Placement of the array.
-        layout: Layout with the degrees.
-        without: Axis that does not count.
-    """
+    """Returns the number of shards of an array on a mesh."""
     axes: Axes = tuple(axis for entry in placement.spec for axis in entry_axes(entry))
     return math.prod(layout.size(axis) for axis in axes if axis != without)
 

@@ -187,12 +187,6 @@ def came_from(module: Module, computation: str, instruction: Instruction, output
     """Returns the origin of an instruction, else of its nearest operand or reader with one.
 
     A value that a loop keeps for the backward pass comes from the operation that made it.
-
-    Args:
-        module: The program.
-        computation: The computation of the instruction.
-        instruction: The instruction.
-        output: The result in question, of an instruction that returns several.
     """
     if instruction.opcode == "parameter":
         return where_of(module, instruction)

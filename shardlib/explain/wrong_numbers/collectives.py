@@ -85,16 +85,7 @@ def result_of(
     members: Members | None,
     context: Context,
 ) -> SpmdValue:
-    """Returns the result of a collective for one of its operands.
-
-    Args:
-        instruction: The collective.
-        kind: Its opcode without `-start`.
-        value: The operand.
-        index: Index of the operand.
-        members: Groups of the collective.
-        context: Context of the program.
-    """
+    """Returns the result of a collective for one of its operands."""
     if kind == "collective-permute":
         return context.once(_permuted, _pairs(instruction), value)
     shapes = shapes_of(instruction.shape)

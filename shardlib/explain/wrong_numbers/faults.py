@@ -70,14 +70,7 @@ class Fault:
 def faults_of(
     module: Module, reader: HloReader, mesh: Mapping[str, int], jaxpr: ClosedJaxpr | None = None
 ) -> Iterator[Fault]:
-    """Yields the faults of a program that a reader has read, each code and place once.
-
-    Args:
-        module: The program.
-        reader: HloReader with the notes on the program.
-        mesh: Sizes of the mesh axes, in mesh order.
-        jaxpr: The traced program. SL207 and SL210 are only found with it.
-    """
+    """Yields the faults of a program that a reader has read, each code and place once."""
     traded = [
         one
         for instructions in module.computations.values()

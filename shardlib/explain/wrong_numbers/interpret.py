@@ -77,13 +77,7 @@ class Start(NamedTuple):
 
 
 class HloReader:
-    """Reads a program and collects contradictions and dynamic starts in `notes`.
-
-    Args:
-        module: The program.
-        devices: Number of devices.
-        stands_for: The computation to read in place of each removed computation.
-    """
+    """Reads a program and collects contradictions and dynamic starts in `notes`."""
 
     def __init__(self, module: Module, devices: int, stands_for: Mapping[str, str] | None = None):
         self.module = module

@@ -40,14 +40,7 @@ def layout_of(
     shapes: Shapes,
     context: Context,
 ) -> tuple[Tiling, Pairs]:
-    """Returns the layout of a result, and the pairs of operand dims that must agree.
-
-    Args:
-        instruction: The operation.
-        operands: Values of its operands.
-        shapes: Shapes of its operands by name.
-        context: Context of the program.
-    """
+    """Returns the layout of a result, and the pairs of operand dims that must agree."""
     shape, _ = dims_and_order(instruction.shape)
     opcode = instruction.opcode
     if opcode in _ELEMENTWISE:

@@ -133,13 +133,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def axes_of_sharding(sharding: Sharding | None, rank: int, mesh: Mapping[str, int]) -> Spec | None:
-    """Returns the mesh axes of each dim of a `NamedSharding` on the mesh, or None for any other.
-
-    Args:
-        sharding: The sharding.
-        rank: Rank of the array.
-        mesh: Sizes of the mesh axes, in mesh order.
-    """
+    """Returns the mesh axes of each dim of a `NamedSharding` on the mesh, or None for any other."""
     if not isinstance(sharding, NamedSharding):
         return None
     is_on_mesh = list(sharding.mesh.shape.items()) == list(mesh.items())
@@ -149,14 +143,7 @@ def axes_of_sharding(sharding: Sharding | None, rank: int, mesh: Mapping[str, in
 def by_axes(
     spec: Spec, mesh: Mapping[str, int], shape: Sequence[int], context: Context
 ) -> SpmdValue | None:
-    """Returns the value of an array with the given mesh axes, or None if they do not fit.
-
-    Args:
-        spec: Mesh axes of each dim.
-        mesh: Sizes of the mesh axes, in mesh order.
-        shape: Shape on one device.
-        context: Context of the program.
-    """
+    """Returns the value of an array with the given mesh axes, or None if they do not fit."""
     return context.once(_by_axes, spec, tuple(mesh.items()), tuple(shape))
 
 

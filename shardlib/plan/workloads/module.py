@@ -30,15 +30,6 @@ def of_module(
 ) -> Any:
     """Returns the `model` argument, or the workload of its traced step if it is a module factory.
 
-    Args:
-        model: The `model` argument of `plan`.
-        optimizer: An optax transformation; None unless the model is a module.
-        loss: Loss as for `make_train_step`.
-        batch: Batch of a whole step.
-        rules: Rules; None for `STANDARD`.
-        inputs: Example arguments of a linen module; None for NNX.
-        precision: Precision as for `make_train_step`.
-
     Raises:
         ModelError: If a module lacks its optimizer, loss or batch, or a model that is not a module
             has one.

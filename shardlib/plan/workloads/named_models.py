@@ -216,10 +216,6 @@ def canonical(name: str) -> str:
 def named_model(name: str, others: Collection[str] = ()) -> NamedModel:
     """Returns a published model by its name, in any case and with or without dashes.
 
-    Args:
-        name: The name.
-        others: Names that are known elsewhere, for the message.
-
     Raises:
         ModelError: If no model has that name.
     """

@@ -34,12 +34,6 @@ def with_found_rules(
     A run that resumes on the same mesh keeps its rules. Otherwise the first process finds them, and
     the others get them: a search that its time limit ends may have another result elsewhere.
 
-    Args:
-        config: The config.
-        devices: The devices, or a cluster.
-        began: The config that the run began with.
-        notify: Called before the search.
-
     Returns:
         The config, and each decision with its reason.
 
@@ -109,11 +103,6 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
 def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
     """Returns the rules for a planned run, on the best mesh of the cluster of its plans, with the
     number of microbatches with which a step fits and is quickest.
-
-    Args:
-        config: The run, with the length that the plans have.
-        plans: Its plans, which say the cluster and the batch.
-        notify: Called before the search.
 
     Raises:
         ShardlibError: The errors of `find_for_run`.

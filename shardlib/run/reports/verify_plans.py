@@ -75,11 +75,6 @@ class Verification:
 def verify(plans: Plans, load: Callable[[list[str]], RunConfig], count: int) -> Verification:
     """Compiles the best plans for their cluster, and ranks them again.
 
-    Args:
-        plans: The plans of a config.
-        load: Returns the config with overrides.
-        count: Number of plans to compile.
-
     Raises:
         ModelError: If the plans are not for a transformer.
         MissingExtraError: If the compiler of the cluster's platform is not installed.

@@ -40,12 +40,7 @@ class Restarts:
         self._failures: set[tuple[str, int]] = set()
 
     def judge(self, ending: Ending, progress: Progress) -> RestartDecision:
-        """Decides on a failed attempt.
-
-        Args:
-            ending: The end of the attempt.
-            progress: The latest step that any process has saved, and the failure reported.
-        """
+        """Decides on a failed attempt."""
         gained = self._gained(progress)
         if forbidden := self._forbidden(ending, progress.failure):
             return RestartDecision(False, f"not started again: {forbidden}")

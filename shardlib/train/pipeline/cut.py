@@ -62,12 +62,6 @@ def trace_loss(
 ) -> LossTrace:
     """Traces a whole loss and returns its properties for cutting.
 
-    Args:
-        loss: The loss.
-        params: All parameters by path, as arrays or `ShapeDtypeStruct`s.
-        layers: Paths of the parameters that are divided over the stages.
-        part: A microbatch, as arrays or `ShapeDtypeStruct`s.
-
     Raises:
         ModelError: If the loss cannot be cut; the message lists every reason.
     """
@@ -111,13 +105,7 @@ def trace_loss(
 
 
 def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) -> None:
-    """Raises `ModelError` if parts of the loss read parameters that stages hold in part.
-
-    Args:
-        reads: The parameters that each part reads.
-        layers: The parameters that are divided over the stages.
-        own: The parameters of the layers that the pipeline runs.
-    """
+    """Raises `ModelError` if parts of the loss read parameters that stages hold in part."""
     if outside := sorted((reads.pre | reads.post) & layers):
         raise ModelError(
             "the loss reads variables of the stacked layers outside of scan_layers, but each stage "

@@ -28,11 +28,6 @@ def refuse_lookups(program: ClosedJaxpr, specs: Mapping[int, PartitionSpec], sco
     """Raises `ModelError` for a lookup that would end the process.
 
     Call it inside the region over stages.
-
-    Args:
-        program: A part of the loss.
-        specs: Specs of parameters, by the position of the argument.
-        scope: The active scope.
     """
     if not manual.NESTS_IN_MESH_ORDER_ONLY:
         return

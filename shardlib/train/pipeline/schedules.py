@@ -120,15 +120,7 @@ def forward_schedule(*, stages: int, microbatches: int) -> Schedule:
 def schedule_faults(
     name: str, *, stages: int, microbatches: int, chunks: int = 1, num_layers: int | None = None
 ) -> list[str]:
-    """Returns the faults of a schedule, each with its fix, or an empty list.
-
-    Args:
-        name: Name of the schedule.
-        stages: Size of the mesh axis `stage`.
-        microbatches: Number of microbatches of the batch.
-        chunks: Chunks of layers on each stage.
-        num_layers: Layers of the model, or None if unknown.
-    """
+    """Returns the faults of a schedule, each with its fix, or an empty list."""
     if name not in SCHEDULES:
         return [
             f"no pipeline schedule is called {name!r}.{did_you_mean(name, SCHEDULES)}\n"

@@ -44,12 +44,6 @@ def with_context(
     along it.
 
     Call it inside `sl.use`, outside of manual regions.
-
-    Args:
-        over_data: The sums over `data`.
-        loss: The loss.
-        arguments: Its arguments for a batch, which may be abstract.
-        microbatches: Number of microbatches.
     """
     if microbatches == 1:
         return _added(over_data, over_data.reduction, "over context by the compiler")

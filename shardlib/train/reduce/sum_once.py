@@ -51,11 +51,6 @@ def choose_sums(loss: PartLoss, arguments: LossArguments, microbatches: int) -> 
     """Returns the sums of gradients where no reduction is configured.
 
     Call it inside `sl.use`, outside of manual regions.
-
-    Args:
-        loss: The loss.
-        arguments: Its arguments for a batch, which may be abstract.
-        microbatches: Number of microbatches.
     """
     if microbatches == 1:
         return GradientSums(None, "summed over data by the compiler: the step has one microbatch")
@@ -213,13 +208,7 @@ def is_sum(spread: Spread, degree: int) -> bool:
 
 
 def fault(grads: PyTree, sums: Sums, is_joined: Callable[[Any], bool] = is_joined) -> str | None:
-    """Returns why gradients or metrics, as relations, are not sums over rows; None if they are.
-
-    Args:
-        grads: The relations of the gradients.
-        sums: Those of the sums.
-        is_joined: Whether a metric of the whole is known from the metrics of the parts.
-    """
+    """Returns why gradients or metrics, as relations, are not sums over rows; None if they are."""
     leaves = jax.tree.leaves((sums, grads), is_leaf=_is_spread)
     if gone := first_lost(leaves):
         return gone.why
