@@ -12,6 +12,7 @@ Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 _FIRST_PEAK = -1e30
 
 Segments = tuple[jax.Array | None, jax.Array | None]
+KeyGradients = tuple[jax.Array, jax.Array]
+"""Gradients of keys and of values, in tiles and float32."""
 
 TAG = "attended"
 """Name under which `remat` can save the residuals of attention."""
@@ -152,7 +155,7 @@ def pull_back(
     keys: Keys,
     cotangents: Cotangents,
     mask: Mask,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, KeyGradients]:
     """Returns `grad_query` plus the contribution of these keys, and the gradients of the keys and
     values from these queries; all in tiles and float32."""
     rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
@@ -259,10 +262,45 @@ def of_sinks(cotangents: Cotangents, sinks: jax.Array | None) -> jax.Array | Non
     return grads.reshape(-1).astype(sinks.dtype)
 
 
-def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: PyTree) -> PyTree:
+def gradients(of_query: jax.Array, of_keys: KeyGradients, like: PyTree) -> PyTree:
     """Returns the gradients of query, key and value, untiled and in the dtypes of `like`."""
     joined = join_queries(of_query), join_keys(of_keys[0]), join_keys(of_keys[1])
     return tuple(x.astype(y.dtype) for x, y in zip(joined, like, strict=True))
+
+
+def tiled_attention(
+    cut: Callable[..., tuple[Queries, Any]],
+    forward: Callable[[Any, Queries, Any, Running], Running],
+    backward: Callable[[Any, Queries, Any, Cotangents], tuple[jax.Array, KeyGradients]],
+) -> Callable[..., jax.Array]:
+    """Returns `attend(how, query, key, value, segments, sinks)` of untiled arrays, where `how` is a
+    static description.
+
+    `cut(how, query, key, value, segments)` returns queries and what holds the keys.
+    `forward(how, queries, keys, running)` returns the softmax with all keys included.
+    `backward(how, queries, keys, cotangents)` returns the gradients of queries, keys and values.
+    """
+
+    def run(how, query, key, value, segments, sinks):
+        queries, keys = cut(how, query, key, value, segments)
+        running = forward(how, queries, keys, start(queries, value.shape[-1], sinks))
+        output, log_mass = outputs(running, value.dtype)
+        return output, (query, key, value, segments, sinks, output, log_mass)
+
+    def pull(how, saved, grad):
+        query, key, value, segments, sinks, output, log_mass = saved
+        queries, keys = cut(how, query, key, value, segments)
+        known = cotangents(grad, output, log_mass, key.shape[2], queries.query.shape[-2])
+        of_query, of_keys = backward(how, queries, keys, known)
+        of_arrays = gradients(of_query, of_keys, (query, key, value))
+        return *of_arrays, (None, None), of_sinks(known, sinks)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def attend(how, query, key, value, segments, sinks) -> Any:
+        return run(how, query, key, value, segments, sinks)[0]
+
+    attend.defvjp(run, pull)
+    return attend
 
 
 def blockwise(
@@ -287,12 +325,7 @@ def blockwise(
     return _attend(mask, query, key, value, segments, sinks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(mask, query, key, value, segments, sinks):
-    return _forward(mask, query, key, value, segments, sinks)[0]
-
-
-def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
+def _tiled(mask, query, key, value, segments) -> tuple[Queries, Keys]:
     sizes = [needed_tile(tile_size(x.shape[1])) for x in (query, key)]
     at, kv_at = (
         cut_places(places(x.shape[1], None, ids), size)
@@ -302,22 +335,13 @@ def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
     return queries, Keys(cut_keys(key, sizes[1]), cut_keys(value, sizes[1]), kv_at)
 
 
-def _forward(mask, query, key, value, segments, sinks):
-    queries, keys = _tiled(query, key, value, segments)
-    output, log_mass = outputs(
-        fold(start(queries, value.shape[-1], sinks), queries, keys, mask), value.dtype
-    )
-    return output, (query, key, value, segments, sinks, output, log_mass)
+def _forward(mask, queries, keys, running):
+    return fold(running, queries, keys, mask)
 
 
-def _backward(mask, saved, grad):
-    query, key, value, segments, sinks, output, log_mass = saved
-    queries, keys = _tiled(query, key, value, segments)
-    known = cotangents(grad, output, log_mass, key.shape[2], queries.query.shape[-2])
+def _backward(mask, queries, keys, known):
     zeros = jnp.zeros(queries.query.shape, jnp.float32)
-    of_query, of_keys = pull_back(zeros, queries, keys, known, mask)
-    of_arrays = gradients(of_query, of_keys, (query, key, value))
-    return *of_arrays, (None, None), of_sinks(known, sinks)
+    return pull_back(zeros, queries, keys, known, mask)
 
 
-_attend.defvjp(_forward, _backward)
+_attend = tiled_attention(_tiled, _forward, _backward)

@@ -12,69 +12,24 @@ Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformer
 Context".
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
-from shardlib.nn.attention.blockwise import (
-    Queries,
-    Running,
-    Segments,
-    cotangents,
-    fold,
-    gradients,
-    of_sinks,
-    outputs,
-    pull_back,
-    start,
-)
-from shardlib.nn.attention.mask import Mask
-from shardlib.nn.attention.order import AXIS, Order
-from shardlib.nn.attention.shard import Cargo, SequenceShard
+from shardlib.nn.attention.blockwise import Queries, Running, fold, pull_back
+from shardlib.nn.attention.order import AXIS
+from shardlib.nn.attention.shard import Cargo, SequenceShard, attention_of_shards
 
 
-def ring_attention(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads value_dim"],
-    segments: Segments = (None, None),
-    sinks: Float[Array, " heads"] | None = None,
-    *,
-    mask: Mask,
-    order: Order,
-) -> Float[Array, "batch length heads value_dim"]:
-    """Returns attention over the whole row; call it in a region that is manual over `context`.
-
-    Args:
-        query: This device's shard of the row in `order`.
-        key: The same shard.
-        value: As `key`.
-        segments: [batch, length] int32 of queries and of keys, or None.
-        sinks: Scores of the sinks of this device's heads, or None.
-        mask: The causal mask and the window.
-        order: Order of the row over the axis.
-    """
-    shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
-    return _attend(shard, query, key, value, segments, sinks)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(shard, query, key, value, segments, sinks):
-    return _forward(shard, query, key, value, segments, sinks)[0]
-
-
-def _cut(
-    shard: SequenceShard, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments
-) -> tuple[Queries, Cargo]:
-    """Returns this device's queries and the cargo that it sends, behind one optimization barrier.
+def _apart(queries: Queries, cargo: Cargo) -> tuple[Queries, Cargo]:
+    """Returns the arrays behind one optimization barrier.
 
     Segments are the same in every layer, so XLA would hoist their ring out of the loop over layers.
     On CPU it runs both rings at once, and mixes up their sends.
     """
-    return jax.lax.optimization_barrier(shard.cut(query, key, value, segments))
+    return jax.lax.optimization_barrier((queries, cargo))
 
 
 def _send(shard: SequenceShard, x: PyTree, distance: int = 1) -> PyTree:
@@ -88,8 +43,8 @@ def _source(shard: SequenceShard, step: int | jax.Array) -> jax.Array:
     return (jax.lax.axis_index(AXIS) - step) % shard.shards
 
 
-def _forward(shard, query, key, value, segments, sinks):
-    queries, cargo = _cut(shard, query, key, value, segments)
+def _forward(shard, queries, cargo, running):
+    queries, cargo = _apart(queries, cargo)
 
     def meet(running: Running, cargo: Cargo, step: int | jax.Array) -> Running:
         return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.mask)
@@ -100,17 +55,12 @@ def _forward(shard, query, key, value, segments, sinks):
         return (meet(running, cargo, step), ahead), None
 
     steps = jnp.arange(shard.hops, dtype=jnp.int32)
-    (running, cargo), _ = jax.lax.scan(
-        one_hop, (start(queries, value.shape[-1], sinks), cargo), steps
-    )
-    output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
-    return output, (query, key, value, segments, sinks, output, log_mass)
+    (running, cargo), _ = jax.lax.scan(one_hop, (running, cargo), steps)
+    return meet(running, cargo, shard.hops)
 
 
-def _backward(shard, saved, grad):
-    query, key, value, segments, sinks, output, log_mass = saved
-    queries, cargo = _cut(shard, query, key, value, segments)
-    known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
+def _backward(shard, queries, cargo, known):
+    queries, cargo = _apart(queries, cargo)
 
     def meet(of_query: jax.Array, cargo: Cargo, step: int | jax.Array) -> PyTree:
         keys = shard.keys(cargo, _source(shard, step))
@@ -132,8 +82,18 @@ def _backward(shard, saved, grad):
         arrived = _send(shard, of_keys)
         of_query, share = meet(of_query, cargo, shard.hops)
         of_keys = _send(shard, jax.tree.map(jnp.add, arrived, share), -shard.hops)
-    of_arrays = gradients(of_query, of_keys, (query, key, value))
-    return *of_arrays, (None, None), of_sinks(known, sinks)
+    return of_query, of_keys
 
 
-_attend.defvjp(_forward, _backward)
+ring_attention = attention_of_shards(_forward, _backward)
+"""Returns attention over the whole row; call it in a region that is manual over `context`.
+
+Args:
+    query: This device's shard of the row in `order`.
+    key: The same shard.
+    value: As `key`.
+    segments: [batch, length] int32 of queries and of keys, or None.
+    sinks: Scores of the sinks of this device's heads, or None.
+    mask: The causal mask and the window.
+    order: Order of the row over the axis.
+"""

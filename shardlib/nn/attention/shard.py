@@ -1,12 +1,24 @@
 """One device's shard of a row, cut into tiles: shared by ring attention and gathered attention."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, Float
 
 from shardlib.nn.attention import order as orders
-from shardlib.nn.attention.blockwise import Keys, Queries, Segments, cut_keys, cut_queries
+from shardlib.nn.attention.blockwise import (
+    Cotangents,
+    KeyGradients,
+    Keys,
+    Queries,
+    Running,
+    Segments,
+    cut_keys,
+    cut_queries,
+    tiled_attention,
+)
 from shardlib.nn.attention.mask import Mask, Places
 from shardlib.nn.attention.order import AXIS, Order
 from shardlib.nn.attention.tiles import cut, needed_tile
@@ -55,3 +67,28 @@ class SequenceShard:
     def keys(self, cargo: Cargo, shard: Any) -> Keys:
         """Returns the keys that came from `shard`."""
         return Keys(cargo.key, cargo.value, Places(self.positions(shard), cargo.segments))
+
+
+def attention_of_shards(
+    forward: Callable[[SequenceShard, Queries, Cargo, Running], Running],
+    backward: Callable[[SequenceShard, Queries, Cargo, Cotangents], tuple[jax.Array, KeyGradients]],
+) -> Callable[..., jax.Array]:
+    """Returns attention over a whole row, of which each device has a shard; call it in a region
+    that is manual over `context`. `forward` and `backward` are as in `tiled_attention`; keys come
+    as this device's cargo."""
+    attend = tiled_attention(SequenceShard.cut, forward, backward)
+
+    def attention(
+        query: Float[Array, "batch length heads head_dim"],
+        key: Float[Array, "batch length kv_heads head_dim"],
+        value: Float[Array, "batch length kv_heads value_dim"],
+        segments: Segments = (None, None),
+        sinks: Float[Array, " heads"] | None = None,
+        *,
+        mask: Mask,
+        order: Order,
+    ) -> Float[Array, "batch length heads value_dim"]:
+        shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
+        return attend(shard, query, key, value, segments, sinks)
+
+    return attention
