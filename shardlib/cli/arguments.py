@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -199,3 +200,11 @@ def console() -> "Console":
     # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.
     is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if is_known else 160)
+
+
+def show(report: Any, as_json: bool) -> None:
+    """Prints a report."""
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
+    else:
+        console().print(report.render())

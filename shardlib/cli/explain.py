@@ -1,10 +1,9 @@
 """`shardlib explain`."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,8 +12,8 @@ from shardlib.cli.arguments import (
     ConfigPath,
     Overrides,
     check_writable,
-    console,
     load_config,
+    show,
     warn,
     writing,
 )
@@ -29,15 +28,8 @@ from shardlib.cli.plan_serving import Cache, Context, Prompt, Weights, check_wit
 from shardlib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardlib.explain import StepReport
     from shardlib.run.config import RunConfig
-
-
-class _Report(Protocol):
-    def render(self) -> "RenderableType": ...
-    def to_dict(self) -> dict[str, Any]: ...
 
 
 On = Annotated[
@@ -136,7 +128,7 @@ def explain(
         if html is not None:
             with writing(html), open(html, "w", encoding="utf-8") as file:
                 file.write(report.html())
-        _print(report, as_json)
+        show(report, as_json)
     if strict and faults:
         raise typer.Exit(1)
 
@@ -191,7 +183,7 @@ def _parameters(
     from shardlib.run.reports.explaining import explain as run_explain
 
     report = run_explain(loaded, on)
-    _print(report, as_json)
+    show(report, as_json)
     faults = report.faults()
     if strict and faults:
         print(*faults, sep="\n", file=sys.stderr)
@@ -234,12 +226,5 @@ def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: b
     second = load_config(other, rest) if is_config else load_config(config, [*rest, other])
     before, after = (explain_compiled(each, on, optimize=optimize) for each in (first, second))
     difference = diff(before, after, names=(config, other if is_config else f"{config} {other}"))
-    _print(difference, as_json)
+    show(difference, as_json)
     return [*difference.new_faults, *([] if after.fits else [after.verdict()])]
-
-
-def _print(report: _Report, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
-    else:
-        console().print(report.render())

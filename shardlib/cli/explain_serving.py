@@ -1,13 +1,11 @@
 """`shardlib explain --serve`."""
 
-import json
-import os
 from typing import Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import console
-from shardlib.cli.plan_serving import named
+from shardlib.cli.arguments import show
+from shardlib.cli.plan_serving import arguments_of, named
 from shardlib.errors import ConfigError
 
 Serve = Annotated[
@@ -41,20 +39,11 @@ def explain_serving(
     Raises:
         ConfigError: If no cluster is given, or an option explains training.
     """
-    if given := [name for name, value in others.items() if value]:
-        raise ConfigError(
-            f"--serve explains how to serve a model, and {', '.join(given)} how to train one.\n"
-            "  Leave one of them out."
-        )
+    chosen = arguments_of(options, others, "explains")
     if on is None:
         raise ConfigError("--serve needs a cluster.\n  Name one, as in --on v5e-8.")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from shardlib.run.reports.explaining_serving import explain_serving as run_explain
 
-    chosen = {name: value for name, value in options.items() if value is not None}
     report = run_explain(named(model), on=on, **chosen)
-    if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        console().print(report.render())
+    show(report, as_json)
     return report.fits

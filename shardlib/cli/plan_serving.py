@@ -1,13 +1,12 @@
 """`shardlib plan --serve`."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import console, load_config
+from shardlib.cli.arguments import load_config, show
 from shardlib.errors import ConfigError
 
 Serve = Annotated[
@@ -45,33 +44,32 @@ Cache = Annotated[
 def plan_serving(
     model: str, on: str, options: dict[str, Any], others: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Prints plans to serve a model.
+    """Prints plans to serve a model, the value of --serve; the rest is as in `arguments_of`."""
+    chosen = arguments_of(options, others, "plans")
+    from shardlib.plan.serving import plan_serving as make_plans
+
+    show(make_plans(named(model), on=on, **chosen), as_json)
+
+
+def arguments_of(options: dict[str, Any], others: dict[str, Any], verb: str) -> dict[str, Any]:
+    """Returns the options about serving that are given, before a model is traced.
 
     Args:
-        model: Value of --serve.
-        on: The cluster.
-        options: Arguments of `sl.plan_serving`; None where it has a default.
-        others: Options that plan training, by name.
-        as_json: Whether to print JSON.
+        options: Arguments of `sl.plan_serving` or `explain_serving`; None where it has a default.
+        others: Options about training, by name.
+        verb: What the command does.
 
     Raises:
-        ConfigError: If an option plans training.
+        ConfigError: If an option about training is given.
     """
     if given := [name for name, value in others.items() if value]:
         raise ConfigError(
-            f"--serve plans how to serve a model, and {', '.join(given)} how to train one.\n"
+            f"--serve {verb} how to serve a model, and {', '.join(given)} how to train one.\n"
             "  Leave one of them out."
         )
     # Tracing a model does not use the devices of this machine.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from shardlib.plan.serving import plan_serving as make_plans
-
-    chosen = {name: value for name, value in options.items() if value is not None}
-    plans = make_plans(named(model), on=on, **chosen)
-    if as_json:
-        print(json.dumps(plans.to_dict(), indent=2))
-    else:
-        console().print(plans.render())
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def named(model: str) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from shardlib.data.hashing import derive_seed
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.errors import DataError
 from shardlib.registry import DataSpec
@@ -250,6 +252,22 @@ class MapSource:
             if self._examples is None:
                 self._examples = self._make_examples()
         return self._examples[index]
+
+
+def in_order(rows: Examples, seed: int, split: str) -> Callable[[], Examples]:
+    """Returns `make_examples` of `MapSource` for rows: endless and shuffled in each pass to train
+    on, as they are to evaluate on."""
+    return functools.partial(_endless if split == "train" else _plain, rows, seed)
+
+
+def _endless(rows: Any, seed: int) -> Examples:
+    import grain
+
+    return grain.MapDataset.source(rows).shuffle(seed=derive_seed(seed, "rows")).repeat()
+
+
+def _plain(rows: Examples, _: int) -> Examples:
+    return rows
 
 
 def in_threads(work: Callable[[int], None], count: int, *, threads: int) -> None:

@@ -24,16 +24,15 @@ from shardlib.cost.traced.layout import (
 )
 from shardlib.jaxprs import subprograms
 
-Rule = Callable[[Spreading, Equation, list[ValueSharding]], list[ValueSharding]]
+Laids = list[ValueSharding]
+Rule = Callable[[Spreading, Equation, Laids], Laids]
 LINEAR = frozenset(
     ("convert_element_type", "neg", "transpose", "reshape", "copy", "reduce_sum", "squeeze")
 )
 """Operations that may be applied to summands before they are summed."""
 
 
-def results(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def results(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     """Returns the layouts of the results of an equation without an inner program, and records the
     collectives that it needs.
     """
@@ -112,15 +111,11 @@ def _without(spec: Sequence[Axes], dims: Sequence[int]) -> tuple[Axes, ...]:
     return tuple(() if dim in dims else axes for dim, axes in enumerate(spec))
 
 
-def _product(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _product(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     return [product_layout(spread, equation, laids)[0]]
 
 
-def _elementwise(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _elementwise(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     """Returns the layouts of an elementwise operation. A result of any shape keeps the sharding of
     dims that an operand has in the same place."""
     avals = [v.aval for v in equation.invars]
@@ -162,9 +157,7 @@ def _partial_of(laids: Sequence[ValueSharding]) -> Axes:
     return next((laid.partial for laid in laids if laid.partial), ())
 
 
-def _broadcast(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _broadcast(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     out, dims = equation.outvars[0].aval, equation.params["broadcast_dimensions"]
     spec: list[Axes] = [()] * len(out.shape)
     for dim, where in enumerate(dims):
@@ -173,9 +166,7 @@ def _broadcast(
     return [ValueSharding(tuple(spec), laids[0].partial)]
 
 
-def _reshape(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _reshape(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     old, out = equation.invars[0].aval, equation.outvars[0].aval
     laid = laids[0]
     spec = reshaped(spread, old.shape, laid, out.shape)
@@ -187,25 +178,19 @@ def _reshape(
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _transpose(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _transpose(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     laid = laids[0]
     spec = tuple(laid.spec[dim] for dim in equation.params["permutation"])
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _squeeze(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _squeeze(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     gone, laid = equation.params["dimensions"], laids[0]
     spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in gone)
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _reduce(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _reduce(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     dims = equation.params.get("axes", ())
     results = []
     for var, laid in zip(equation.outvars, laids, strict=False):
@@ -217,9 +202,7 @@ def _reduce(
     return results + [replicated(v.aval) for v in equation.outvars[len(results) :]]
 
 
-def _gather(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _gather(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     """Lays out a lookup at its indices. A table sharded along the looked-up dim gives zeros for
     rows that another device holds, to be summed."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -247,9 +230,7 @@ def _gather(
     return [ValueSharding(tuple(spec), tuple(partial))]
 
 
-def _scatter(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _scatter(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     """Lays out a scatter. Updates sharded where the operand is not become summands of the
     result."""
     operand, updates = equation.invars[0].aval, equation.invars[2].aval
@@ -282,9 +263,7 @@ def _scatter(
     return [ValueSharding(tuple(spec), tuple(over))]
 
 
-def _constraint(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
-) -> list[ValueSharding]:
+def _constraint(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     aval, laid = equation.invars[0].aval, laids[0]
     names, kind = logical_axes_of(equation)
     if names is None:
@@ -342,9 +321,7 @@ def logical_axes_of(equation: Equation) -> tuple[tuple[str | None, ...] | None, 
 def _collective(kind: str) -> Rule:
     """Returns the rule of a collective that a program of one device calls by name."""
 
-    def rule(
-        spread: Spreading, equation: Equation, laids: list[ValueSharding]
-    ) -> list[ValueSharding]:
+    def rule(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
         params = equation.params
         axes = params["axes"] if "axes" in params else params["axis_name"]
         axes = (axes,) if isinstance(axes, str) else tuple(axes)

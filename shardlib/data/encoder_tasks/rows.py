@@ -1,6 +1,5 @@
 """Framed texts as padded rows, written once into the cache, split and ordered."""
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from shardlib.data import records
 from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.encoder_tasks.fields import FramedFields
 from shardlib.data.hashing import derive_seed, digest, mix
-from shardlib.data.loader import Examples, MapSource
+from shardlib.data.loader import MapSource, in_order
 from shardlib.data.split import held_out, is_in
 from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.errors import DataError
@@ -237,9 +236,8 @@ def row_source(
     """Returns the source of one side of the split; see `open_data`."""
     rows = FramedRows(side.framed, side.chosen, config.sequence_length)
     is_train = split == "train"
-    make = functools.partial(_endless, rows, seed) if is_train else functools.partial(_plain, rows)
     return MapSource(
-        make,
+        in_order(rows, seed, split),
         spec=spec,
         global_batch=global_batch,
         padding=empty_row(config.sequence_length, tuple(side.framed.targets)),
@@ -254,13 +252,3 @@ def row_source(
 def num_types(*parts: Framed | None) -> int:
     """Returns the number of kinds of tokens in some rows."""
     return 1 + max(int(part.types.max()) for part in parts if part is not None)
-
-
-def _endless(rows: FramedRows, seed: int) -> Examples:
-    import grain
-
-    return grain.MapDataset.source(rows).shuffle(seed=derive_seed(seed, "rows")).repeat()
-
-
-def _plain(rows: FramedRows) -> Examples:
-    return rows

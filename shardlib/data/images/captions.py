@@ -15,9 +15,8 @@ from shardlib.data import records
 from shardlib.data.hashing import content_hash, digest
 from shardlib.data.images.augment import Transform
 from shardlib.data.images.fields import CaptionFields
-from shardlib.data.images.folders import EvalExamples, ImageSet, TrainExamples, decode
+from shardlib.data.images.folders import EvalExamples, ImageSet, TrainExamples, decode, held_apart
 from shardlib.data.loader import Examples, MapSource
-from shardlib.data.split import held_out, is_in
 from shardlib.data.text.corpus import BUILTIN
 from shardlib.data.text.sources import missing
 from shardlib.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
@@ -148,16 +147,8 @@ def _sets(config: CaptionFields) -> tuple[Captioned, Captioned]:
     pairs = _open(config, config.path)
     if config.eval_path is not None:
         return pairs, _open(config, config.eval_path)
-    hashes = pairs.images.hashes
-    held = held_out(hashes, np.ones(len(hashes), np.int64), fraction=config.eval_fraction)
-    if config.eval_fraction and not len(held):
-        raise DataError(
-            f"data.path: {config.path!r} holds a single image, so none can be held out for "
-            "evaluation.\n  Give more images, data.eval_path, or data.eval_fraction=0."
-        )
-    chosen = is_in(hashes, held)
-    rest, evaluation = (pairs.images.subset(part) for part in (~chosen, chosen))
-    return Captioned(rest, pairs.captions), Captioned(evaluation, pairs.captions)
+    train, evaluation = held_apart(pairs.images, config)
+    return Captioned(train, pairs.captions), Captioned(evaluation, pairs.captions)
 
 
 def _open(config: CaptionFields, path: str) -> Captioned:

@@ -142,9 +142,17 @@ def _sets(config: ImageFields) -> tuple[ImageSet, ImageSet]:
     if config.eval_path is not None:
         evaluation = _open(config.eval_path, "data.eval_path")
         return images, _relabelled(evaluation, images.classes, config)
-    held = held_out(
-        images.hashes, np.ones(len(images.hashes), np.int64), fraction=config.eval_fraction
-    )
+    return held_apart(images, config)
+
+
+def held_apart(images: ImageSet, config: ImageFields) -> tuple[ImageSet, ImageSet]:
+    """Returns the images to train on and the held-out ones, a share of the distinct hashes.
+
+    Raises:
+        DataError: If some are to be held out, and all images are the same.
+    """
+    ones = np.ones(len(images.hashes), np.int64)
+    held = held_out(images.hashes, ones, config.eval_fraction)
     chosen = is_in(images.hashes, held)
     if config.eval_fraction and not len(held):
         raise DataError(

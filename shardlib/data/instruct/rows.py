@@ -17,7 +17,7 @@ from shardlib.data.instruct.encode import encoder, load_tokenizer
 from shardlib.data.instruct.fields import ExampleFields, PairFields
 from shardlib.data.instruct.packing import Encodings, ExampleRows
 from shardlib.data.instruct.pairs import PairRows, pair_sizes
-from shardlib.data.loader import Examples, MapSource
+from shardlib.data.loader import MapSource, in_order
 from shardlib.data.split import held_out, is_in
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.errors import DataError
@@ -44,14 +44,12 @@ def open_examples(
     if split == "train":
         chosen = np.flatnonzero(~is_in(ours.hashes, held))
         rows = _rows(config, ours, chosen, derive_seed(seed, "examples"), "train on")
-        make = functools.partial(_endless, rows, seed)
     else:
         config.check_held_out()
         chosen = np.flatnonzero(is_in(evals.hashes, held))
         rows = _rows(config, evals, chosen, _EVAL_SEED, "evaluate on")
-        make = functools.partial(_plain, rows)
     return MapSource(
-        make,
+        in_order(rows, seed, split),
         spec=dataclasses.replace(config.spec(), vocab_size=tokenizer.vocab_size),
         global_batch=global_batch,
         padding=config.padding(),
@@ -60,16 +58,6 @@ def open_examples(
         fingerprint=digest((tuple(ours.hashes.tolist()), tuple(held.tolist()), config.too_long)),
         tokenizer=tokenizer,
     )
-
-
-def _endless(rows: ExampleRows | PairRows, seed: int) -> Examples:
-    import grain
-
-    return grain.MapDataset.source(rows).shuffle(seed=derive_seed(seed, "rows")).repeat()
-
-
-def _plain(rows: ExampleRows | PairRows) -> Examples:
-    return rows
 
 
 def _rows(
