@@ -300,7 +300,7 @@ def tiled_attention(
         return run(how, query, key, value, segments, sinks)[0]
 
     attend.defvjp(run, pull)
-    return attend
+    return attend  # type: ignore[return-value]
 
 
 def blockwise(
