@@ -175,7 +175,9 @@ app.add_typer(checkpoint.app, name="checkpoint")
 @app.command()
 def generate(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Directory of a trained run.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue, or the message to a run of chats.")
+    ] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
@@ -186,10 +188,14 @@ def generate(
         int | None, typer.Option(help="The checkpoint; default: the newest valid one.")
     ] = None,
 ) -> None:
-    """Continue a prompt with a checkpoint of a run."""
+    """Continue a prompt with a checkpoint of a run.
+
+    A run that trained on chats reads the prompt as a message of the user and prints its answer.
+    """
     from shardlib.run.sampling import generate as run_generate
 
-    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh, step, warn))
+    options = {"mesh": mesh, "step": step, "notify": warn, "echo": True}
+    print(run_generate(run_dir, prompt, length, temperature, seed, **options))
 
 
 @app.command()

@@ -5,6 +5,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.data import Tokenizer
+from shardlib.data.instruct.fields import ChatFields
 from shardlib.errors import ModelError
 from shardlib.functional.precision import precision
 from shardlib.run.restore_model import Notify, restore_model
@@ -80,29 +81,37 @@ def generate(
     mesh: str | None = None,
     step: int | None = None,
     notify: Notify | None = None,
+    echo: bool = False,
 ) -> str:
     """Returns the continuation of a prompt by a checkpoint of a run, which stays unchanged.
+
+    A run of `data.kind: chat` reads the prompt as a message of the user, in its chat template, and
+    answers it.
 
     The run may have trained on other devices: its parameters are placed on the available ones. Only
     the arrays needed for sampling are read.
 
     Args:
         run_dir: Directory of the run.
-        prompt: Start of the text; it is not part of the result.
+        prompt: Start of the text, or the message.
         length: Most tokens to add.
         temperature: 0 takes the likeliest token each time.
         seed: Seed of the sampling.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
         step: The checkpoint; default: the newest valid one of all places.
         notify: Called with each skipped checkpoint; by default it is logged.
+        echo: Whether the result begins with the prompt, unless that is a message.
 
     Raises:
         ConfigError: If the directory holds no run.
         CheckpointError: If the run has no valid checkpoint, or none of `step`.
+        DataError: If the run has no chat template any more, or it refuses the message.
         MeshError: If the mesh does not fit the devices.
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
     restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify, of_text=True)
     assert restored.tokenizer is not None, "restore_model refuses models of other data"
     sampler = Sampler(restored.parts, restored.tokenizer)
-    return sampler(restored.state, prompt, length=length, temperature=temperature, seed=seed)
+    text = sampler(restored.state, prompt, length=length, temperature=temperature, seed=seed)
+    is_chat = isinstance(restored.parts.config.data, ChatFields)
+    return prompt + text if echo and not is_chat else text

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from shardlib.data.instruct.encode import prompt_of_chat
 from shardlib.engine import Engine
 from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
@@ -56,8 +57,9 @@ class ServedTexts:
         """
         if self.text_model.template is None:
             raise DataError("the model has no chat template.\n  Use /v1/completions.")
-        text = self.text_model.template().text(messages, tools, add_generation_prompt=True)
-        return self.text_model.tokenizer.encode(text)
+        return prompt_of_chat(
+            self.text_model.template(), self.text_model.tokenizer, messages, tools
+        )
 
 
 @dataclasses.dataclass(frozen=True)

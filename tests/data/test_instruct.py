@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from shardlib import run
 from shardlib.config import load
@@ -15,6 +16,9 @@ from shardlib.data import ChatData, InstructionData, StreamPosition, open_data
 from shardlib.data.instruct.encode import chat_encoder, encoder, load_tokenizer
 from shardlib.data.instruct.template import find_template
 from shardlib.errors import DataError
+from shardlib.evaluation import TextModel
+from shardlib.registry import family
+from shardlib.serve.open_model import ServedTexts
 
 BARE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim }}"
@@ -61,6 +65,31 @@ def folder(tmp_path_factory):
 def write(path, examples):
     path.write_text("\n".join(map(json.dumps, examples)))
     return str(path)
+
+
+def test_a_prompt_of_a_chat_is_that_of_transformers(folder):
+    """Control tokens of the template are tokens, in samples of a run as in served answers."""
+    data = ChatData(tokenizer=str(folder), template=BARE)
+    tokenizer = load_tokenizer(data)
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    said = messages([("user", "1")])
+    options = {"chat_template": BARE, "add_generation_prompt": True, "return_dict": False}
+    expected = oracle.apply_chat_template(said, tokenize=True, **options)
+    assert data.prompt_tokens("1", tokenizer) == expected
+    assert tokenizer.special_tokens["<|im_start|>"] in expected
+    served = TextModel(
+        nnx.Module(),
+        family("transformer"),
+        tokenizer,
+        None,
+        64,
+        0,
+        template=lambda: find_template(folder, BARE),
+    )
+    assert ServedTexts.of(served).chat(said) == expected
+    written = [*tokenizer.encode("one"), tokenizer.special_tokens["<|im_end|>"]]
+    assert data.sampled_text([*written, *tokenizer.encode("more")], tokenizer) == "one"
 
 
 @pytest.mark.mesh

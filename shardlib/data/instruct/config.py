@@ -1,6 +1,7 @@
 """The data configs of chats and instructions."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
@@ -15,6 +16,7 @@ from shardlib.data.instruct.fields import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from shardlib.data.instruct.template import ChatTemplate
     from shardlib.data.loader import MapSource
     from shardlib.data.tokenizer import Tokenizer
 
@@ -73,3 +75,22 @@ class PairData(PairFields, _Examples):
 @configclass
 class ChatData(ChatFields, _Examples):
     """Rendered chats, packed into rows; the loss is on the assistant's tokens."""
+
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        """Returns the tokens of a chat whose user says the prompt, up to the answer."""
+        from shardlib.data.instruct.encode import prompt_of_chat
+
+        return prompt_of_chat(
+            self._chat_template(), tokenizer, [{"role": "user", "content": prompt}]
+        )
+
+    def sampled_text(self, tokens: Sequence[int], tokenizer: "Tokenizer") -> str:
+        """Returns the text of an answer, up to what the template puts at its end."""
+        text, end = super().sampled_text(tokens, tokenizer), self._chat_template().answer_end
+        return text.split(end)[0] if end else text
+
+    def _chat_template(self) -> "ChatTemplate":
+        from shardlib.data.instruct.encode import tokenizer_folder
+        from shardlib.data.instruct.template import find_template
+
+        return find_template(tokenizer_folder(self), self.template)

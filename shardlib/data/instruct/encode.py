@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.data import records
 from shardlib.data.hashing import digest
 from shardlib.data.instruct.fields import ChatFields, ExampleFields, PairFields, PromptFields
-from shardlib.data.instruct.template import Span, find_template
+from shardlib.data.instruct.template import ChatTemplate, Span, find_template
 from shardlib.data.text.sources import missing
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
 from shardlib.errors import DataError
@@ -78,6 +78,17 @@ def chat_encoder(tokenizer: Tokenizer) -> Callable[[str, Sequence[Span]], Learne
         return np.array(encoding.ids, np.int64), mask
 
     return encode
+
+
+def prompt_of_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Returns the tokens of messages, up to the answer, as `chat_encoder` encodes them."""
+    text = template.text(messages, tools, add_generation_prompt=True)
+    return chat_encoder(tokenizer)(text, [])[0].tolist()
 
 
 def _bytes_of_chat(text: str, spans: Sequence[Span]) -> Learned:

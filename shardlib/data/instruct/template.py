@@ -14,6 +14,8 @@ from shardlib.errors import DataError, require
 _START, _END = "\ufdd0", "\ufdd1"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_ANSWER = "\ufdd2"
+
 Span = tuple[int, int]
 
 
@@ -68,6 +70,18 @@ class ChatTemplate:
                     )
                 spans.append((len(before), len(after)))
         return whole, spans
+
+    @property
+    def answer_end(self) -> str:
+        """What follows an answer, such as `<|im_end|>`; empty if the template puts nothing there.
+
+        Raises:
+            DataError: If the template refuses a question and its answer.
+        """
+        said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _ANSWER}]
+        end = self.text(said, None).rpartition(_ANSWER)[2]
+        end = end.replace(_START, "").replace(_END, "")
+        return end.strip() or end
 
     def text(
         self,
