@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
+
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes from the slowest interconnect to the fastest."""
 _MANY_MICROBATCHES = 4
@@ -65,6 +67,12 @@ class Layout:
         """Whether replicas along `data` sum gradients once a step and not in each microbatch. It
         pays with enough microbatches (see `cost.transformer.communication.replica_sums`)."""
         return self.stateless and self.data > 1 and self.microbatches >= _MANY_MICROBATCHES
+
+    @property
+    def sums_context_once(self) -> bool:
+        """Whether groups along `context` can sum gradients once a step: where this jax compiles
+        regions over the axes before it within one over `context`."""
+        return not NESTS_IN_MESH_ORDER_ONLY or self.stage == self.fsdp == self.expert == 1
 
     def size(self, axis: str) -> int:
         """Devices along an axis."""

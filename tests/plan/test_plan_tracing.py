@@ -12,6 +12,7 @@ from flax import nnx
 import shardlib as sl
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
+from shardlib.cost.traced.costs import step_costs
 from shardlib.cost.transformer.flops import step_flops
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Software, Transformer, peak_memory, step_time
@@ -19,6 +20,7 @@ from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes, search
 from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.registry import DataSpec
+from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib_models import resnet, transformer
 
 H100S = parse_cluster("8xh100")
@@ -225,6 +227,23 @@ def test_replicas_sum_in_each_microbatch_or_once_a_step():
     assert [used.stateless for used in resnet50().variants(Layout(data=8), H100S)] == [False]
     found = search(resnet50(), H100S, accepts=lambda layout: layout.microbatches == 4)
     assert {plan.layout.reduces_once for plan in found.plans} == {False}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("sizes", "is_late"),
+    [({"data": 2, "context": 4}, True), ({"fsdp": 2, "context": 4}, not NESTS_IN_MESH_ORDER_ONLY)],
+)
+def test_context_sums_once_where_regions_nest(sizes, is_late):
+    layout, workload = Layout(**sizes, microbatches=4, sequence_parallel=False), llama()
+    late = workload.late_axes(layout)
+    costs = step_costs(*workload.costs(layout), layout, late=late, sums_twice=False)
+
+    def summed(collectives):
+        return {axis for one in collectives if one.kind == "all_reduce" for axis in one.axes}
+
+    assert ("context" in summed(costs.collectives_once)) is is_late
+    assert ("context" in summed(costs.collectives)) is not is_late
 
 
 def test_an_optimizer_that_multiplies_costs_what_it_does():

@@ -83,7 +83,7 @@ class Tally:
 
 
 def step_costs(
-    gradient: Tally, update: Tally, layout: Layout, *, sums_once: bool, sums_twice: bool
+    gradient: Tally, update: Tally, layout: Layout, *, late: Axes, sums_twice: bool
 ) -> Costs:
     """Returns the costs of a step.
 
@@ -91,15 +91,14 @@ def step_costs(
         gradient: Counts of one microbatch.
         update: Counts of the optimizer.
         layout: Layout with the number of microbatches.
-        sums_once: Whether gradients are summed over `data` once a step.
+        late: Axes over which gradients are summed once a step.
         sums_twice: Whether a float32 sum has twice the bytes of a sum in the program's dtype.
     """
     each, once = [], []
     started: set[tuple[Axes, str]] = set()
     for (during, moved), count in gradient.moved.items():
-        for collective in _collectives(during, moved, layout, started):
-            waits = collective.overlap == "data" and sums_once
-            if waits and collective.axes == ("data",):
+        for collective in _collectives(during, moved, layout, late, started):
+            if collective.overlap == "data" and set(collective.axes) <= set(late):
                 # The sum is in float32, with nothing left to hide behind.
                 times = count * (2 if sums_twice else 1)
                 once.append(collective._replace(count=times, overlap=None))
@@ -107,18 +106,18 @@ def step_costs(
                 each.append(collective._replace(count=count))
     started = set()
     for (during, moved), count in update.moved.items():
-        for one in _collectives(during, moved, layout, started):
+        for one in _collectives(during, moved, layout, (), started):
             once.append(one._replace(part="optimizer", count=count, overlap=None))
     return Costs(gradient.work(), each, update.work("optimizer"), once)
 
 
 def _collectives(
-    during: Pass, moved: Moved, layout: Layout, started: set[tuple[Axes, str]]
+    during: Pass, moved: Moved, layout: Layout, late: Axes, started: set[tuple[Axes, str]]
 ) -> Iterator[CollectiveCost]:
     """Yields a collective as it runs on a layout; one over several axes counts for the outermost.
 
-    Small gradients are summed together with large ones and share their start. Sums over `data` that
-    wait for the end of a step are separate from those over inner axes.
+    Small gradients are summed together with large ones and share their start. Sums over axes in
+    `late` wait for the end of a step, and are separate from those over other axes.
     """
     axes = tuple(axis for axis in AXES if axis in moved.axes)
     if not moved.of_param:
@@ -131,10 +130,10 @@ def _collectives(
         window: Window = "forward" if during == "forward" else "backward"
         yield CollectiveCost(axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", window)
     else:
-        groups, size = [axes], moved.num_bytes
-        if layout.reduces_once and axes[:1] == ("data",):
-            groups = [group for group in (axes[1:], axes[:1]) if group]
-        for group in groups:
+        size = moved.num_bytes
+        waits = tuple(axis for axis in axes if axis in late)
+        now = tuple(axis for axis in axes if axis not in late)
+        for group in filter(None, (now, waits)):
             pieces = float((group, moved.kind) not in started)
             started.add((group, moved.kind))
             yield CollectiveCost(group[0], moved.kind, group, size, pieces, 1.0, "data", "backward")

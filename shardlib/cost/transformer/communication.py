@@ -173,9 +173,9 @@ def embedding_weights(device: Device) -> float:
 
 
 def sums_once(model: Transformer, layout: Layout) -> bool:
-    """Returns whether gradients are summed over `data` and `context` once a step by default: where
-    no row meets another, nor a position but in attention, as in dense models without stages
-    (`shardlib.train.reduce.sum_once`)."""
+    """Returns whether gradients are summed over `data` once a step by default: where no row meets
+    another, as in dense models without stages (`shardlib.train.reduce.sum_once`). Positions meet in
+    attention alone, so that `context` sums once as well where the layout allows it."""
     return layout.microbatches > 1 and layout.stage == 1 and not model.routed_layers
 
 
@@ -188,7 +188,7 @@ def replica_sums(
     compiler of shardlib's programs places the sums, they are part of each microbatch, in the
     compute dtype, and hide behind its backward pass (as seen in programs compiled for TPUs, where
     the loop over microbatches keeps them). Along `data` and `context` they are taken once a step,
-    in float32, after all computation: by default (`sums_once`), and along `data` with
+    in float32, after all computation: by default (`_waits`), and along `data` with
     `train.reduction` (`Layout.reduces_once`). Nothing is left to hide behind, but many microbatches
     send far less. Other programs sum once a step, behind a backward pass.
     """
@@ -208,9 +208,7 @@ def replica_sums(
         hiding = sums._replace(overlap="data", window="backward")
         if not device.software.sums_each:
             once += _published_sums(device, hiding._replace(num_bytes=summed * job.gradient_bytes))
-        elif (axis == "data" and layout.reduces_once) or (
-            axis != "expert" and sums_once(job.model, layout)
-        ):
+        elif _waits(axis, job.model, layout):
             once.append(sums._replace(num_bytes=summed * job.gradient_bytes))
         else:
             each.append(hiding)
@@ -220,6 +218,13 @@ def replica_sums(
         vocab = weights.vocab / cut * job.gradient_bytes
         once.append(CollectiveCost("data", "all_reduce", ("stage",), vocab))
     return each, once
+
+
+def _waits(axis: str, model: Transformer, layout: Layout) -> bool:
+    """Returns whether gradients are summed over an axis once a step."""
+    if axis == "context":
+        return sums_once(model, layout) and layout.sums_context_once
+    return axis == "data" and (layout.reduces_once or sums_once(model, layout))
 
 
 def _published_sums(device: Device, sums: CollectiveCost) -> list[CollectiveCost]:

@@ -128,8 +128,9 @@ class TracedWorkload:
         return []
 
     def sums_once(self, layout: Layout) -> bool:
-        """Returns whether a step sums gradients over `data` once by default. Assumes that the loss
-        is a mean over rows."""
+        """Returns whether a step sums gradients over `data` once by default, and over `context`
+        where the layout allows it. Assumes that the loss is a mean over rows, whose positions meet
+        in attention alone."""
         apart = layout.stateless and "expert" not in self.step.mesh_axes and not self._draws
         return apart and layout.microbatches > 1
 
@@ -181,8 +182,9 @@ class TracedWorkload:
             ConfigError: If the devices cannot multiply in the workload's precision.
         """
         wide = jnp.dtype(self.precision.compute).itemsize == 4
-        once = layout.reduces_once or self.sums_once(layout)
-        costs = step_costs(*self.costs(layout), layout, sums_once=once, sums_twice=not wide)
+        costs = step_costs(
+            *self.costs(layout), layout, late=self.late_axes(layout), sums_twice=not wide
+        )
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
         links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)
@@ -190,6 +192,12 @@ class TracedWorkload:
             layout, software, cluster, rates, links_of, self._wide(cluster, rates)
         )
         return pricing.step_time(costs, machine)
+
+    def late_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Returns the axes over which gradients are summed once a step."""
+        if self.sums_once(layout):
+            return ("data", "context") if layout.sums_context_once else ("data",)
+        return ("data",) if layout.reduces_once else ()
 
     def _wide(self, cluster: Cluster, rates: Rates) -> Rates:
         """Returns the rates of float32 matmuls if the devices have them."""

@@ -72,8 +72,6 @@ def _obstacle(over_data: GradientSums, loss: PartLoss, arguments: LossArguments)
         return f"the step is in a region over {' and '.join(around)}"
     if reduction is None and scope.sizes.get(AXIS, 1) > 1:
         return "the compiler sums over data"
-    if reduction is not None and not (reduction.even and reduction.hops.flat):
-        return "sums over data have hops or unequal groups"
     names = list(scope.sizes)
     before = [name for name in names[: names.index(CONTEXT)] if name != AXIS]
     if NESTS_IN_MESH_ORDER_ONLY and before:

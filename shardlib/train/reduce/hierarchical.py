@@ -132,9 +132,8 @@ def sum_leaves(
         dims: The dim of each array that is scattered over the axis, or None if every device keeps
             the whole sum. The size of the axis divides that dim.
         hops: The axis and its hops.
-        also: Other axes, which scatter nothing; none unless `hops.flat`.
+        also: Other axes, which scatter nothing and sum in float32.
     """
-    assert hops.flat or not also, "several hops are for one axis"
     parts = [
         x if dim is None else _keep_part(x, dim, hops) for x, dim in zip(leaves, dims, strict=True)
     ]
@@ -146,7 +145,7 @@ def sum_leaves(
     if hops.flat:
         sums = iter(jax.lax.psum(whole, (hops.axis, *also)) if whole else [])
     else:
-        sums = iter(_all_reduce(whole, hops))
+        sums = iter(_all_reduce(whole, hops, also))
     return [next(sums) if dim is None else x for x, dim in zip(parts, dims, strict=True)]
 
 
@@ -156,8 +155,9 @@ def _keep_part(x: jax.Array, dim: int, hops: Hops) -> jax.Array:
     return hops.scatter(jnp.moveaxis(pieces, (dim, dim + 1), (0, 1)))
 
 
-def _all_reduce(leaves: Sequence[jax.Array], hops: Hops) -> list[jax.Array]:
-    """Returns the sums of arrays, with one flat vector per large array and one for all others."""
+def _all_reduce(leaves: Sequence[jax.Array], hops: Hops, also: tuple[str, ...]) -> list[jax.Array]:
+    """Returns the sums of arrays, with one flat vector per large array and one for all others.
+    Other axes sum the pieces that the hops leave on a device."""
     large = [[at] for at, x in enumerate(leaves) if x.size >= _LARGE]
     small = [at for at, x in enumerate(leaves) if 0 < x.size < _LARGE]
     sums = list(leaves)
@@ -165,7 +165,9 @@ def _all_reduce(leaves: Sequence[jax.Array], hops: Hops) -> list[jax.Array]:
         flat = jnp.concatenate([leaves[at].reshape(-1) for at in bucket])
         padded = jnp.pad(flat, (0, -flat.size % hops.size))
         pieces = padded.reshape(hops.outer, hops.inner, -1)
-        total = hops.gather(hops.scatter(pieces)).reshape(-1)[: flat.size]
+        piece = hops.scatter(pieces)
+        piece = jax.lax.psum(piece, also) if also else piece
+        total = hops.gather(piece).reshape(-1)[: flat.size]
         ends = np.cumsum([leaves[at].size for at in bucket])[:-1].tolist()
         for at, part in zip(bucket, jnp.split(total, ends), strict=True):
             sums[at] = part.reshape(leaves[at].shape)
