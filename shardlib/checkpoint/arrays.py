@@ -205,12 +205,8 @@ def chunk_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Returns the chunk shapes of arrays in the checkpoint `directory`, by path.
 
-    This reads the index of all arrays, which has its own checksums.
-
-    Args:
-        directory: A complete checkpoint.
-        shapes: The manifest's shapes by path, for arrays with elements. PRNG keys have the shape
-            of the integers behind them.
+    This reads the index of all arrays, which has its own checksums. Shapes are as in the manifest;
+    PRNG keys have the shape of the integers behind them.
 
     Raises:
         DamageError: If an array is stored with another shape. This check runs before any memory

@@ -143,12 +143,8 @@ def check_contents(
     *,
     largest: int | None = None,
 ) -> None:
-    """Rejects a checkpoint whose files differ from their checksums.
-
-    Args:
-        directory: The checkpoint.
-        expected: The records of its manifest.
-        largest: Size in bytes of the largest file to read; None reads all files.
+    """Rejects a checkpoint whose files differ from their checksums. Files of more than `largest`
+    bytes are not read; None reads all.
 
     Raises:
         DamageError: If files are missing or changed; all are listed.

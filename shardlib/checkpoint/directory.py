@@ -41,12 +41,8 @@ DAMAGED_KEPT = 2
 
 
 class StepDirectory:
-    """Lists, deletes and sets aside checkpoints in one directory; threads may share it.
-
-    Args:
-        path: The directory; it need not exist.
-        notify: Called once for each skipped entry.
-    """
+    """Lists, deletes and sets aside checkpoints in one directory; threads may share it. The
+    directory need not exist. `notify` is called once for each skipped entry."""
 
     def __init__(self, path: str | os.PathLike[str], notify: Notify) -> None:
         self.path = pathlib.Path(path).absolute()
@@ -240,12 +236,8 @@ class StepDirectory:
 
 
 class SaveDirectory(StepDirectory):
-    """The directory of checkpoints that a run saves to.
-
-    Args:
-        path: The directory; the first save creates it.
-        config: The schedule and the retention policies.
-        notify: As in `StepDirectory`; also called with each error that does not end the run.
+    """The directory of checkpoints that a run saves to. The first save creates it. `notify` is also
+    called with each error that does not end the run.
 
     Attributes:
         failures: Number of failed saves since the last complete one.

@@ -185,11 +185,8 @@ class SavedCheckpoints:
     def target(self, step: int, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
         """Returns a restore target for a step: nested dicts of `jax.ShapeDtypeStruct`.
 
-        It replaces the classes of the state where they are not available.
-
-        Args:
-            step: One of `steps()`.
-            sharding: The sharding of every leaf; None restores numpy arrays on the host.
+        It replaces the classes of the state where they are not available. Without a sharding,
+        leaves are numpy arrays on the host.
 
         Raises:
             CheckpointError: If the step has no checkpoint, or its manifest is damaged.
@@ -259,11 +256,7 @@ class SavedCheckpoints:
     ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[int, ...]]]:
         """Returns the structs and chunk shapes that a restore onto `target` would read.
 
-        It reads no arrays and uses no device.
-
-        Args:
-            step: One of `steps()`.
-            target: As in `restore`; its meshes may be abstract.
+        It reads no arrays and uses no device. The meshes of `target` may be abstract.
 
         Returns:
             The leaves with elements and a sharding, with PRNG keys as their stored integers; and

@@ -137,11 +137,8 @@ class RunCheckpoints(SavedCheckpoints):
             place.check_writable()
 
     def prepare(self, state: PyTree) -> None:
-        """Compiles the programs that a save of such a state needs, ahead of the first save.
-
-        Args:
-            state: The state, or its `jax.ShapeDtypeStruct`s with shardings.
-        """
+        """Compiles the programs that a save of such a state needs, ahead of the first save. The
+        state may be abstract, with shardings."""
         fingerprint.compile_ahead(flatten(state))
 
     def save(

@@ -23,13 +23,8 @@ def cached(kind: str, key: str, build: Callable[[Path], None], *, task: str) -> 
 
     `build(directory)` fills an empty directory, which gets its final name by one rename: readers
     see all of it or nothing. One process builds under a lock while the others wait. On a file
-    system without locks several processes build, and the first to finish wins.
-
-    Args:
-        kind: The type of entry, a plain word.
-        key: A digest of everything that the entry depends on.
-        build: Computes the entry.
-        task: The work in words, such as "tokenising corpus.txt"; it is logged while it lasts.
+    system without locks several processes build, and the first to finish wins. `task` says the work
+    in words, such as "tokenising corpus.txt"; it is logged while it lasts.
 
     Raises:
         DataError: If the cache directory cannot be written.

@@ -185,13 +185,8 @@ class MapSource:
         fingerprint: str,
     ) -> "MapSource":
         """Returns this source with changed examples: `change(index, example)` in place of each.
-
-        Args:
-            change: A pure function; the index differs from pass to pass of an endless stream.
-            spec: See the class, as for the others.
-            padding: A placeholder for a missing example, already changed.
-            fingerprint: A digest of data and change.
-        """
+        `change` is pure; the index differs from pass to pass of an endless stream. `padding` is
+        already changed, and `fingerprint` is of data and change."""
         mapped, make = copy.copy(self), self._make_examples
         mapped.spec, mapped.fingerprint = spec, fingerprint
         mapped._padding = dict(padding)
@@ -274,12 +269,8 @@ def in_threads(work: Callable[[int], None], count: int, *, threads: int) -> None
     """Calls `work` on each index of `range(count)` in parallel, and waits for all calls.
 
     The threads are daemons. Python joins the threads of `concurrent.futures` at exit, but a thread
-    that waits for a dead file system must not keep the process alive.
-
-    Args:
-        work: The function to call.
-        count: Number of calls.
-        threads: Maximum parallel calls; 1 runs in the caller's thread.
+    that waits for a dead file system must not keep the process alive. One thread is the caller's
+    own.
 
     Raises:
         BaseException: The error of `work` with the lowest index. Calls that have not started by

@@ -48,12 +48,8 @@ def read_all(examples: Iterable[Placed], read: Callable[[str, dict[str, Any]], T
 
 
 def raise_faults(faults: list[tuple[str, str]], count: int) -> None:
-    """Raises `DataError` with the first few faults of examples, if there are any.
-
-    Args:
-        faults: The place of each fault and its text, whose second line is the fix.
-        count: Number of examples.
-    """
+    """Raises `DataError` with the first few faults of examples, if there are any. Each fault has
+    the place of its example; its second line is the fix. `count` is of all examples."""
     if not faults:
         return
     shown = [(where, *fault.partition("\n  ")[::2]) for where, fault in faults[:_SHOWN]]

@@ -73,12 +73,8 @@ class AdapterFactors(NamedTuple):
 
 
 def row_factors(model: nnx.Module, given: Mapping[str, Any]) -> dict[str, AdapterFactors]:
-    """Returns the factors of adapters by the path of their projection, and no other parameters.
-
-    Args:
-        model: The model that is served.
-        given: Models with adapters by name, as `lora` and `load_adapter` return them. Their order
-            numbers them.
+    """Returns the factors of adapters by the path of their projection, and no other parameters. The
+    order of the given models, as `lora` and `load_adapter` return them, numbers them.
 
     Raises:
         ModelError: If a model has no adapters, or has some that rows cannot choose (of DoRA,

@@ -11,10 +11,8 @@ class PagePool:
     """Pages 1, 2, ... of a cache; page 0 belongs to rows without a sequence.
 
     A page is free, used by one or more sequences, or idle: no sequence uses it, but it holds a
-    prefix that a new one may share. The longest idle page is given away when no page is free.
-
-    Args:
-        num_pages: Pages of the cache, with page 0.
+    prefix that a new one may share. The longest idle page is given away when no page is free. Page
+    0 counts too.
     """
 
     def __init__(self, num_pages: int):

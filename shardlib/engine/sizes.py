@@ -60,12 +60,8 @@ def engine_sizes(
     groups: int = 1,
     cache: Bits | None = None,
 ) -> EngineSizes:
-    """Returns the sizes of an engine, from arguments as `Engine` takes them.
-
-    Args:
-        max_length: Positions of the model; None for any number.
-        groups: Groups of devices, which share the slots and the pages.
-        cache: As in `EngineSizes`.
+    """Returns the sizes of an engine, from arguments as `Engine` takes them. Groups of devices
+    share the slots and the pages. `max_length` is None for any number of positions.
 
     Raises:
         ModelError: If sizes do not fit.

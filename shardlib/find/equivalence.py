@@ -122,12 +122,7 @@ class OperationClass:
 
 
 class Classes:
-    """All classes of a traced loss.
-
-    Args:
-        traced: The tensors and operations.
-        paths: The paths of the arguments; the path of an input begins with `trace.INPUT`.
-    """
+    """All classes of a traced loss. The path of an input begins with `trace.INPUT`."""
 
     def __init__(self, traced: TracedAxes, paths: Sequence[str]):
         self._traced = traced

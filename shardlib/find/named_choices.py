@@ -58,13 +58,8 @@ class NamedChoices:
             program.row([(column, 1.0) for column in self.columns[name].values()], 1, 1)
 
     def tie(self, names: Names, shape: Sequence[int], columns: Iterable[tuple[Dims, int]]) -> None:
-        """Allows each layout of a tensor only with the rules that make it.
-
-        Args:
-            names: The names of its dims.
-            shape: Its shape.
-            columns: Its layouts, and the variables that choose them, whose sum is 1.
-        """
+        """Allows each layout of a tensor only with the rules that make it. The variables that
+        choose the columns sum to 1."""
         columns = list(columns)
         for dim, name in enumerate(names):
             if name is None:

@@ -150,12 +150,8 @@ class LayoutProblem(IntegerProgram):
         rules: Mapping[str, tuple[str, ...]] = {},
         without: Collection[int] = (),
     ) -> Solution:
-        """Returns the best layouts.
-
-        Args:
-            seconds: The time limit.
-            rules: Rules of names that are decided, as in `Solution.rules`.
-            without: Columns of layouts that are not allowed.
+        """Returns the best layouts. `rules` are decided, as in `Solution.rules`; `without` are
+        columns that are not allowed.
 
         Raises:
             DoesNotFitError: If nothing fits into a device.

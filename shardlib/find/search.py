@@ -194,14 +194,8 @@ class Search:
         self, sizes: dict[str, int], microbatches: int, seconds: float, *, lowers: bool
     ) -> FoundRules:
         """Returns the rules for one mesh: the quickest of what the integer program finds, and of
-        rules written by hand for the names of the model.
-
-        Args:
-            sizes: Devices along each mesh axis.
-            microbatches: Parts of a batch.
-            seconds: The time limit of each solution.
-            lowers: Whether to price the program that a device runs, and more answers.
-        """
+        rules written by hand for the names of the model. `seconds` limits each solution. With
+        `lowers`, the program that a device runs is priced, and more answers."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         lowers = lowers and not self.traced.names
         problem = self._problem(self._objective(layout), sizes)

@@ -31,12 +31,8 @@ def boundary(model: Any, dtype: DTypeLike, batch: PyTree) -> Iterator[None]:
     Floating arrays among the arguments of a call, also inside tuples, lists and dicts, are cast to
     `dtype`. Floating results narrower than float32 become float32. `batch` itself is not cast as an
     argument, since it may hold targets: the model casts the parts that it reads. With a `dtype` of
-    32 bits or more nothing is cast.
-
-    Args:
-        model: The result of `FunctionalModule.merge`, for this loss alone.
-        dtype: The compute dtype.
-        batch: The batch passed to the loss.
+    32 bits or more nothing is cast. `model` is the result of `FunctionalModule.merge` for this loss
+    alone, and `batch` that of the loss.
     """
     if jnp.finfo(dtype).bits >= 32:
         yield

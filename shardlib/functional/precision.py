@@ -37,13 +37,8 @@ class Precision:
     def store(
         self, params: PyTree, float32: Collection[str] = (), only: Collection[str] | None = None
     ) -> PyTree:
-        """Returns parameters in their storage dtype; integers are unchanged.
-
-        Args:
-            params: The parameters.
-            float32: Paths of parameters that no policy rounds: `FunctionalModule.float32`.
-            only: Paths of the parameters to cast, if the tree also holds other leaves.
-        """
+        """Returns parameters in their storage dtype; integers are unchanged. `float32` are paths
+        that no policy rounds; `only` are the paths to cast, if the tree also holds other leaves."""
         return _cast_params(params, self.params, float32, only)
 
     def cast_params(

@@ -57,13 +57,8 @@ class Frozen(nnx.Variable):
 class QuantizedKernel(nnx.Module):
     """A kernel in few bits, read as `kernel[...]` like a parameter; see the module.
 
-    Leading dims, as in a stack of layers, are kept.
-
-    Args:
-        kernel: The kernel.
-        kind: The kind.
-        num_inputs, num_outputs: Its numbers of dims.
-        dtype: The dtype in which it is read; None for that of the scales.
+    Leading dims, as in a stack of layers, are kept. It is read in `dtype`; None stands for that of
+    the scales.
     """
 
     def __init__(

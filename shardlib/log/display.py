@@ -50,15 +50,8 @@ Row = Mapping[str, float | None]
 
 class Display:
     """Prints the progress of a run. Use it as a context manager around the training loop.
-
-    Args:
-        total_steps: Steps of the whole run.
-        unit: Unit of a batch, such as `"tokens"`.
-        log_every: Steps between lines if the output is not a terminal.
-        enabled: False prints nothing, for all processes except the first.
-        console: The console to print to; standard output by default.
-        refresh_seconds: Minimum seconds between redraws in a terminal.
-    """
+    `log_every` is the steps between lines where the output is not a terminal. All processes but the
+    first are not `enabled`."""
 
     def __init__(
         self,

@@ -37,11 +37,7 @@ _WORK: tuple[Phase, ...] = ("step", "data_wait", "evaluate")
 
 class Account:
     """The account of the wall time of a run over all of its attempts, updated by the latest one.
-
-    Args:
-        clock: The clock of this attempt, which starts when it is created.
-        now: Returns the Unix time in seconds.
-    """
+    The clock starts with the attempt; `now` returns the Unix time in seconds."""
 
     def __init__(self, clock: PhaseClock, *, now: Callable[[], float] = time.time):
         self._clock, self._now = clock, now

@@ -85,13 +85,8 @@ class MetricsLogger(Protocol):
 
 
 class Loggers:
-    """Passes the metrics of a run to loggers, and drops each logger that raises.
-
-    Args:
-        classes: Classes of loggers, which are called without arguments.
-        loggers: Loggers.
-        warn: Called once with the error of each logger that raises.
-    """
+    """Passes the metrics of a run to loggers, and drops each logger that raises. Classes are called
+    without arguments. `warn` is called once with the error of each logger that raises."""
 
     def __init__(
         self,

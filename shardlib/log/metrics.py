@@ -101,12 +101,9 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """Returns the metrics of a run, one dict per step, with non-finite values as floats.
 
-    The list is empty if the run has no metrics file. A truncated last line is dropped.
-
-    Args:
-        run_dir: The directory of the run.
-        on_fault: Called with the fault of each other line that is not a step's metrics. By default
-            it raises `ShardlibError`.
+    The list is empty if the run has no metrics file. A truncated last line is dropped. `on_fault`
+    is called with the fault of each other line that is not a step's metrics; by default it raises
+    `ShardlibError`.
     """
     path = Path(run_dir) / METRICS_FILE
     return [row for row, _ in _rows(path, path.read_bytes(), on_fault)] if path.exists() else []
@@ -157,13 +154,10 @@ def _number(value: object) -> float | int | None:
 class StepTimer:
     """A timer of steps on the host, which never waits for a device.
 
-    Call `tick` whenever a step is known to be finished, for example when its metrics have been
-    read one step late. In a loop that keeps the device busy, the interval between ticks is the step
-    time. The first interval includes compilation: it is reported but excluded from the mean.
-
-    Args:
-        window: Number of latest steps in the mean.
-        clock: Returns monotonic seconds.
+    Call `tick` whenever a step is known to be finished, for example when its metrics have been read
+    one step late. In a loop that keeps the device busy, the interval between ticks is the step
+    time. The first interval includes compilation: it is reported but excluded from the mean. The
+    mean is of the latest `window` steps; `clock` returns monotonic seconds.
     """
 
     def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):

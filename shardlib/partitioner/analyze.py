@@ -57,14 +57,9 @@ _KEEPS_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "co
 
 
 class Analysis:
-    """The layouts of one program on one mesh.
-
-    Args:
-        sizes: Devices along each mesh axis.
-        batch_axes: The axes that cut the batch: parameters are gathered over them where they are
-            used, as ZeRO-3 does (Rajbhandari et al. 2020, section 5.3).
-        planned: Dims wanted for values, by value of the flat programs.
-    """
+    """The layouts of one program on one mesh. `batch_axes` cut the batch: parameters are gathered
+    over them where they are used, as ZeRO-3 does (Rajbhandari et al. 2020, section 5.3). `planned`
+    are dims wanted for values of the flat programs."""
 
     def __init__(
         self,
@@ -80,12 +75,8 @@ class Analysis:
     def program(
         self, jaxpr: Jaxpr, inputs: Sequence[ValueLayout], wanted: Sequence[Dims | None]
     ) -> PartitionedProgram:
-        """Returns the program of a jaxpr, with the layout of every value.
-
-        Args:
-            jaxpr: An open jaxpr whose `constvars` come first among the inputs.
-            inputs: Layouts of its constants and arguments.
-            wanted: Wanted dims of each result, or None if unknown.
+        """Returns the program of a jaxpr, with the layout of every value. `constvars` come first
+        among the inputs. `wanted` are the wanted dims of each result, or None if unknown.
 
         Raises:
             PartitionError: If it holds an operation that sees the mesh itself or has effects.

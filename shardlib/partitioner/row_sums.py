@@ -44,14 +44,9 @@ _DIFFERS = lost("the loss computes fewer rows in another way")
 
 
 def spreads(whole: Traced, part: Traced, inputs: Sequence[Spread], parts: int) -> list[Spread]:
-    """Returns how each result for a whole batch follows from the results for its parts.
-
-    Args:
-        whole: The function, traced for the batch.
-        part: The same function, traced for one of its parts.
-        inputs: The relation of each leaf of the arguments.
-        parts: The number of parts.
-    """
+    """Returns how each result for a whole batch follows from the results for its parts. `part` is
+    the function traced for one of the parts; `inputs` are the relations of the leaves of the
+    arguments."""
     return _Walk(parts).closed(whole.closed, part.closed, inputs)
 
 

@@ -168,14 +168,8 @@ def of_rows(
     row_dims: Sequence[int | None],
     result_dims: Sequence[int | None],
 ) -> Spread:
-    """Returns the relation of the results of an operation on rows.
-
-    Args:
-        operation: The operation on the whole batch.
-        ins: The relations of its operands.
-        row_dims: The dim of the rows in each operand; None for operands without rows.
-        result_dims: The same for the results.
-    """
+    """Returns the relation of the results of an operation on rows. `row_dims` are the dims of the
+    rows in the operands, None for operands without rows, and `result_dims` those in the results."""
     mixed = lost(f"rows of the batch may meet in {operation.name} at {source_of(operation)}")
     factors = factors_of(operation)
     if factors is None or any(x.kind in ("sum", "max", "min") for x in ins):

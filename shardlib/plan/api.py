@@ -132,15 +132,9 @@ def answer(
     notes: Sequence[str] = (),
     kept: frozenset[str] = frozenset(),
 ) -> Plans:
-    """Returns the best plans of a workload on clusters of one kind.
-
-    Args:
-        name: Name of the model for the report.
-        workload: What is trained.
-        question: The question asked.
-        tried: Clusters to try, smallest first; default the clusters of the question.
-        notes: Sentences to append to the report.
-        kept: Config keys that no plan may set.
+    """Returns the best plans of a workload on clusters of one kind. `tried` are clusters, smallest
+    first; by default the clusters of the question. `notes` are appended to the report, and no plan
+    sets the keys that are `kept`.
 
     Raises:
         MeshError: If nothing fits, or a mesh to explain is malformed.

@@ -106,13 +106,8 @@ class Alone:
 def search_mixed(
     workload: Workload, cluster: MixedCluster, *, top: int = 5, keep: Layout | None = None
 ) -> Found[MixedPlan]:
-    """Returns the fastest plans on all devices of a mixed cluster.
-
-    Args:
-        workload: What is trained.
-        cluster: The devices.
-        top: Number of meshes to return a plan for.
-        keep: Layout of one group, to search only its mesh; None for all meshes.
+    """Returns the fastest plans on all devices of a mixed cluster. `keep` is a layout of one group,
+    whose mesh alone is searched.
 
     Raises:
         ConfigError: If one of the kinds cannot multiply in the workload's precision.
@@ -222,13 +217,8 @@ def share_out(
     seconds: Sequence[float], groups: Sequence[int], total: int
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the part of `total` microbatches that each group of each kind takes so that all end
-    together. It equals `shardlib.train.reduce.uneven.balance`, for many groups at once.
-
-    Args:
-        seconds: Seconds of one microbatch, by kind.
-        groups: Number of groups, by kind.
-        total: Number of microbatches, at least the number of groups.
-    """
+    together. It equals `shardlib.train.reduce.uneven.balance`, for many groups at once. Seconds of
+    a microbatch and groups are by kind; `total` is at least the number of groups."""
     active, left, pace = list(range(len(seconds))), total, 0.0
     while True:
         pace = left / sum(groups[kind] / seconds[kind] for kind in active)

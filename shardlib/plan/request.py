@@ -118,7 +118,7 @@ class Question:
         return max(1, round(tokens / length))
 
     def check_without_tokens(self, name: str, unit: str) -> None:
-        """Raises `ConfigError` if token counts are given for a model that does not train on tokens."""
+        """Raises `ConfigError` for token counts of a model that does not train on tokens."""
         faults = [
             f"{option} counts tokens, and {name} trains on {unit}.\n  {instead}"
             for value, option, instead in (

@@ -55,13 +55,8 @@ class Candidate:
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yields every layout of all devices of a cluster, with its numbers of microbatches.
-
-    Args:
-        workload: Workload whose model and batch the degrees must divide.
-        cluster: Cluster with its devices and slices. `data` crosses several slices, and so does
-            `fsdp` if `data` is too small.
-    """
+    """Yields every layout of all devices of a cluster, with its numbers of microbatches. `data`
+    crosses the slices of a cluster, and so does `fsdp` if `data` is too small."""
     for sizes in meshes(workload, cluster):
         layout = Layout.of(sizes, cluster.num_slices)
         if not crosses_slices(layout):
@@ -150,14 +145,8 @@ def search(
     keep: Layout | None = None,
     accepts: Callable[[Layout], bool] | None = None,
 ) -> Found[Plan]:
-    """Returns the fastest plans on all devices of a cluster.
-
-    Args:
-        workload: What is trained.
-        cluster: TPU or GPU devices, or CPU devices whose speed was measured.
-        top: Number of meshes to return a plan for.
-        keep: Layout, to search only its mesh; None for all meshes.
-        accepts: Predicate of layouts with their microbatches; None accepts all.
+    """Returns the fastest plans on all devices of a cluster. `keep` restricts the search to the
+    mesh of a layout, and `accepts` to some layouts with their microbatches.
 
     Raises:
         MeshError: If the chip of the cluster is unknown.
@@ -183,12 +172,8 @@ def search(
 
 
 class BestPlans(Generic[PlanT]):
-    """The best plan of each mesh.
-
-    Args:
-        top: Number of meshes whose plans are wanted.
-        score: Ranking key of a plan; its seconds come first.
-    """
+    """The best plan of each mesh. `top` meshes are wanted. The seconds of a plan come first in its
+    score."""
 
     def __init__(self, top: int, score: Callable[[PlanT], tuple[float, ...]]):
         self.limit = math.inf

@@ -35,13 +35,7 @@ def evaluate_run(
 
     They are the metrics that the run reports. For text `perplexity` is added, the exponential of
     `nll_nats`, the mean negative log-probability of a token; `bits_per_byte` is the sum of the
-    negative log2-probabilities over the bytes of the text.
-
-    Args:
-        run_dir: Directory of the run, which stays unchanged.
-        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
-        step: The checkpoint; default: the newest valid one of all places.
-        notify: Called with each skipped checkpoint; by default it is logged.
+    negative log2-probabilities over the bytes of the text. Arguments are as in `restore_model`.
 
     Raises:
         ConfigError: If the directory holds no run.

@@ -17,11 +17,8 @@ from shardlib.train.state import TrainState, materialize
 
 
 def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
-    """Returns the state at step 0 of a run, on its shards.
-
-    Args:
-        parts: The parts of the run.
-        allow_bin: As in `hf.load`, for the folder of `model.init_from`.
+    """Returns the state at step 0 of a run, on its shards. `allow_bin` is as in `hf.load`, for the
+    folder of `model.init_from`.
 
     Raises:
         CheckpointError: If the folder of `model.init_from` cannot be read, or its tensors do not

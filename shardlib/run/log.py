@@ -156,13 +156,9 @@ class RunLog:
     def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: object) -> None:
         """Shows an event on the terminal, and writes it to `events.jsonl`.
 
-        May be called from any thread, and before `open`: events are held back until then.
-
-        Args:
-            kind: Name of the event for programs: `rewind`, `save_failed`.
-            text: One line for people; not shown if empty.
-            step: Step of the event; default: the last finished step.
-            facts: Details: numbers, texts, and lists and dicts of them. None values are dropped.
+        May be called from any thread, and before `open`: events are held back until then. `kind`
+        names it for programs; `text` is a line for people. The step is the last finished one by
+        default. Facts are numbers, texts, and lists and dicts of them; None is dropped.
         """
         if text:
             self.notice(text)

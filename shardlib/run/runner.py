@@ -74,12 +74,8 @@ class Attempt:
         self._is_save_put_off = False
 
     def go(self, newest: int, *, is_new: bool) -> TrainResult:
-        """Runs to the end, or to a stop.
-
-        Args:
-            newest: The step of the newest checkpoint, 0 without any.
-            is_new: Whether the directory held no run.
-        """
+        """Runs to the end, or to a stop. `newest` is the step of the newest checkpoint, 0 without
+        any; `is_new` says that the directory held no run."""
         self.log.header(newest)
         if not self._acts_on_guards and self.config.train.guards.refuses:
             self.log.notice(

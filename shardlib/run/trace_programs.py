@@ -26,11 +26,8 @@ def traced(parts: Setup, batch: PyTree, held_out: PyTree, tokenizer: Tokenizer |
     """Returns the programs of a run, each traced once. Tracing finds computations that fail and
     arrays that cannot be placed before anything is allocated. The mesh may be abstract.
 
-    Args:
-        parts: The run.
-        batch: The arrays of a training batch, as `ShapeDtypeStruct`s, rows in plain order.
-        held_out: The arrays of an evaluation batch; None without evaluation.
-        tokenizer: The tokenizer of the text; None without sampling.
+    Batches are `ShapeDtypeStruct`s, rows in plain order; without evaluation or sampling, `held_out`
+    or `tokenizer` is None.
 
     Raises:
         ConfigError: If the config does not fit the mesh, or its ranges of layers do not fit the

@@ -42,11 +42,8 @@ class _State(NamedTuple):
 class PhaseClock:
     """A clock of the phase that its one driving thread is in; other threads may read it.
 
-    It begins in `init`. Each second belongs to exactly one phase: the innermost open one.
-
-    Args:
-        clock: Returns monotonic seconds.
-        age_seconds: Seconds that `init` has already lasted.
+    It begins in `init`. Each second belongs to exactly one phase: the innermost open one. `clock`
+    returns monotonic seconds; `init` has already lasted `age_seconds`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, age_seconds: float = 0.0):

@@ -114,13 +114,8 @@ class GoogleNotice:
 
 
 class NoticeWatch:
-    """Threads that poll for notices, until one of them has news.
-
-    Args:
-        notices: The notices, each polled in its own thread.
-        tell: Called with the reason, from such a thread.
-        poll_seconds: Time between two polls.
-    """
+    """Threads that poll for notices, until one of them has news. Each notice is polled in a thread
+    of its own, which calls `tell` with the reason."""
 
     def __init__(
         self, notices: Iterable[Notice], tell: Callable[[str], None], poll_seconds: float = 1.0

@@ -26,13 +26,8 @@ _MOST_BATCH_BYTES = 2**16
 
 
 def add_file_routes(app: FastAPI, jobs: BatchJobs | None, most_file_bytes: int) -> None:
-    """Adds the routes of files and batches.
-
-    Args:
-        app: The application.
-        jobs: The batches; None if the server keeps no files.
-        most_file_bytes: Bytes of a file.
-    """
+    """Adds the routes of files and batches. Without `jobs` the server keeps no files. A file has at
+    most `most_file_bytes`."""
 
     def kept() -> BatchJobs:
         if jobs is None:

@@ -44,14 +44,9 @@ def read_keys(file: str | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Gate:
-    """What the requests below `/v1` have to pass, as middleware of ASGI.
-
-    Args:
-        app: The application behind it.
-        keys: Keys of which a request needs one; none for no keys.
-        most_requests: Requests that are open at once.
-        responded: Called with the status of each response.
-    """
+    """What the requests below `/v1` have to pass, as middleware of ASGI. A request needs one of the
+    keys, if there are any; `most_requests` may be open at once. `responded` is called with the
+    status of each response."""
 
     app: ASGIApp
     keys: Iterable[str] = ()

@@ -137,13 +137,8 @@ def _chat_logprob(token: Token, speaker: Speaker) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[Token], speaker: Speaker, offset: int = 0) -> dict[str, Any]:
-    """Returns the log probabilities of tokens.
-
-    Args:
-        tokens: The tokens.
-        speaker: The model.
-        offset: Characters of the choice before them.
-    """
+    """Returns the log probabilities of tokens. `offset` is the characters of the choice before
+    them."""
     texts = [speaker.decode([token.id]) for token in tokens]
     return {
         "tokens": texts,

@@ -86,13 +86,8 @@ def place(
 
     The logical axes of a leaf come from the first path pattern of the rules that matches. Without a
     match they come from `axes`, and without an entry there `rules.auto` places the leaf. Patterns
-    come first because the user who trains the model wrote them.
-
-    Args:
-        tree: Arrays or `ShapeDtypeStruct`s.
-        axes: Logical axes by path, or `None`, as `functional` finds them in Flax metadata.
-        rules: The rules; the table for parameters applies.
-        mesh: A `Mesh` or `AbstractMesh`.
+    come first because the user who trains the model wrote them. Axes are logical, by path, or
+    `None`, as `functional` finds them in Flax metadata. The table for parameters applies.
 
     Raises:
         RuleError: If leaves cannot be placed; the message lists all of them.

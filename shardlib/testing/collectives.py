@@ -145,11 +145,8 @@ def _parts(collective: Collective, scattered: set[str]) -> Iterator[Collective]:
     """Yields a collective without the single numbers that the compiler merged into it.
 
     Arrays of an all-reduce of which each device uses its part are a reduce-scatter of their own, if
-    one is expected over these axes.
-
-    Args:
-        collective: A collective of the program.
-        scattered: Mesh axes over which an all-reduce stands for a reduce-scatter.
+    one is expected over these axes. An all-reduce over an axis in `scattered` stands for a
+    reduce-scatter.
     """
     is_split = bool(collective.fates) and axes_text(collective.mesh_axes) in scattered
     arrays: dict[str, list[tuple[str, Fate | None]]] = {}

@@ -93,12 +93,8 @@ class Rounding(NamedTuple):
 
 
 def roundings(jaxpr: Jaxpr, origins: Mapping[Var, int] | None = None) -> Iterator[Rounding]:
-    """Yields the roundings of a program to less than float32, in program order.
-
-    Args:
-        jaxpr: The program.
-        origins: Arguments of the whole program by variable; by default this is the whole program.
-    """
+    """Yields the roundings of a program to less than float32, in program order. `origins` are the
+    arguments of the whole program by variable; by default this is the whole program."""
     made_of = dict(zip(jaxpr.invars, range(len(jaxpr.invars)), strict=True))
     made_of = made_of if origins is None else dict(origins)
     for equation in jaxpr.eqns:

@@ -193,11 +193,8 @@ def loss_mean(sums: Sums) -> Mean:
 def loss_sums(result: object, part: PyTree) -> Sums:
     """Returns the result of a loss function as one dict, with the loss as `"loss"`.
 
-    Names in nested dicts are joined with slashes.
-
-    Args:
-        result: The loss, or `(loss, aux)`.
-        part: The batch of the loss, for the number of rows of an `Output`.
+    Names in nested dicts are joined with slashes. `part` is the batch of the loss, for the number
+    of rows of an `Output`.
 
     Raises:
         ModelError: If the result has another form. The message names every fault of the metrics.

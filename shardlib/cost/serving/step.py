@@ -71,14 +71,8 @@ def kv_cut(model: Transformer, layout: Layout) -> int:
 def step_costs(
     model: Transformer, step: ServedStep, layout: Layout, widths: Widths | None = None
 ) -> Costs:
-    """Returns the costs of a step of one device.
-
-    Args:
-        model: The dimensions.
-        step: The work.
-        layout: Degrees of `tensor` and `expert`; other axes hold replicas.
-        widths: Bytes of numbers; None for 16 bits.
-    """
+    """Returns the costs of a step of one device. The axes `tensor` and `expert` cut the model;
+    other axes hold replicas. Numbers have 16 bits by default."""
     work: list[Work] = []
     widths = widths or Widths()
     width = widths.other

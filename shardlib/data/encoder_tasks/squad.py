@@ -37,11 +37,8 @@ class SquadQuestion(NamedTuple):
 
 
 def read_questions(paths: Sequence[str], *, unanswerable: bool) -> list[SquadQuestion]:
-    """Returns the questions of some paths in order.
-
-    Args:
-        paths: See `QuestionFields.path`.
-        unanswerable: Whether a question may have no answer.
+    """Returns the questions of some paths in order. With `unanswerable`, a question may have no
+    answer.
 
     Raises:
         DataError: If examples lack fields or answers, or an answer is not where it should be. The

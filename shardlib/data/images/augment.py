@@ -18,12 +18,8 @@ Box = tuple[float, float, float, float]
 
 
 class Transform:
-    """Converts a `PIL.Image.Image` to `[size, size, channels] float32` pixels.
-
-    Args:
-        config: The augmentations and the normalisation constants.
-        size: Height and width of the result.
-        channels: 1 (grey) or 3 (RGB).
+    """Converts a `PIL.Image.Image` to `[size, size, channels] float32` pixels. `size` is the height
+    and width; `channels` is 1 (grey) or 3 (RGB).
 
     Raises:
         DataError: If the constants are for another number of channels.

@@ -20,11 +20,8 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """A chat template of Hugging Face, rendered in Jinja's sandbox.
-
-    Args:
-        source: The template.
-        special_tokens: `bos_token`, `eos_token` and others that the template may name.
+    """A chat template of Hugging Face, rendered in Jinja's sandbox. `special_tokens` are
+    `bos_token`, `eos_token` and others that the template may name.
 
     Raises:
         DataError: If the template is malformed.

@@ -98,12 +98,7 @@ class TextSource:
 
 
 def open_sources(config: TextFields, paths: str | tuple[str, ...], key: str) -> list[TextSource]:
-    """Returns the text source of each path.
-
-    Args:
-        config: The options that split files into documents.
-        paths: One or several paths, as in `TextData.path`.
-        key: The config key of the paths, for messages.
+    """Returns the text source of each path. `key` is the config key of the paths, for messages.
 
     Raises:
         DataError: If a path does not exist, holds no text file, or is not a known built-in corpus.

@@ -111,12 +111,8 @@ class _About:
 
 
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr, vocabularies: Collection[int] = ()) -> Flops:
-    """Returns the FLOPs of a traced step.
-
-    Args:
-        jaxpr: The `jaxpr` of `jax.jit(step).trace(...)`.
-        vocabularies: Vocabulary sizes: a matmul with a dim of such a size belongs to the head.
-    """
+    """Returns the FLOPs of a traced step. A matmul with a dim of the size of a vocabulary belongs
+    to the head."""
     outside = undifferentiated(placed.name for placed in equations(jaxpr))
     about = _About(frozenset(vocabularies), arriving_rows(jaxpr), outside)
     program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

@@ -159,17 +159,9 @@ def read_roofline(
     *,
     vocabularies: Mapping[int, Collection[int]] = _NONE,
 ) -> Roofline:
-    """Returns the roofline of a step.
-
-    Args:
-        jaxpr: The traced step.
-        module: The compiled program.
-        mesh: Sizes of the mesh axes.
-        cluster: The cluster that it runs on; None leaves compute and memory seconds unknown.
-        flows: The result of `collective_times`, for the network seconds; None if unknown.
-        vocabularies: Vocabulary sizes, each with its sizes on a device, whole or sharded. An
-            operation with a dim of such a size belongs to the head.
-    """
+    """Returns the roofline of a step. Without a cluster, seconds of compute and memory are unknown,
+    as are network seconds without the result of `collective_times`. `vocabularies` gives each size
+    with its sizes on a device; an operation with such a dim belongs to the head."""
     devices = math.prod(mesh.values())
     flops = count_flops(jaxpr, vocabularies)
     chip = cluster.chip if cluster is not None else None

@@ -90,14 +90,8 @@ def collective_times(
     *,
     scheduled: bool = True,
 ) -> tuple[Flow, ...]:
-    """Returns the time of every collective of a program, largest traffic first.
-
-    Args:
-        program: The collectives.
-        cluster: The cluster that the program runs on.
-        module: The parsed program, from which overlap is read; None if not available.
-        scheduled: Whether the order of its instructions is that of a run.
-    """
+    """Returns the time of every collective of a program, largest traffic first. Overlap is read
+    from the parsed program, if it is given and has the order of a run (`scheduled`)."""
     network = _Network(cluster, program.mesh, program.slices)
     schedule = _Schedule(module, cluster) if module and scheduled else None
     absent: Overlap = "unscheduled" if module else "unknown"

@@ -153,12 +153,8 @@ class Values:
         return None
 
     def is_invariant(self, kept: frozenset[int], value: HloValue) -> bool:
-        """Whether a value in the body of a loop is the same in every iteration.
-
-        Args:
-            kept: The elements of the body's carry that no iteration changes.
-            value: A value of the body.
-        """
+        """Whether a value in the body of a loop is the same in every iteration. `kept` are the
+        elements of the body's carry that no iteration changes."""
 
         def operands(at: HloValue) -> list[HloValue]:
             instruction = self.module.instruction(at.computation, at.name)

@@ -10,11 +10,8 @@ from shardlib.explain.hlo.text import Module
 def parameter_paths(module: Module, paths: Iterable[str]) -> dict[int, str]:
     """Returns the path of each parameter of a program, by its number.
 
-    The program has no parameters for arrays that it does not read.
-
-    Args:
-        module: The program.
-        paths: Paths of all arrays of the arguments, in order, such as `state/params/head/kernel`.
+    The program has no parameters for arrays that it does not read. Paths of arguments are in order,
+    such as `state/params/head/kernel`.
     """
     paths = list(paths)
     entry = module.computations.get(module.entry, ())

@@ -79,11 +79,8 @@ class Where(NamedTuple):
         return operation_of(self.name)
 
     def label(self, otherwise: str = "") -> str:
-        """Returns a short text: `layers[*]/attention/query dot_general (backward)`.
-
-        Args:
-            otherwise: The name for an operation without one.
-        """
+        """Returns a short text: `layers[*]/attention/query dot_general (backward)`. `otherwise`
+        names an operation without a name."""
         phase = f"({self.phase})" if self.phase else ""
         return " ".join(filter(None, (self.model_path, self.operation or otherwise, phase)))
 
@@ -280,13 +277,8 @@ def _frames(equation: jax.extend.core.JaxprEqn) -> list[Frame]:
 
 
 def model_path(module: Module, name: str, frames: list[Frame]) -> str:
-    """Returns the part of the model that an operation belongs to, outermost first, or "".
-
-    Args:
-        module: The program.
-        name: JAX name of the operation.
-        frames: Its trace stack, innermost first.
-    """
+    """Returns the part of the model that an operation belongs to, outermost first, or "". Frames
+    are the trace stack, innermost first."""
     tree = module.remembered("parts of the model", lambda: ModelTree(module))
     traced = _PROGRAM.match(name.partition("/")[0])
     outside = module.stacks.outside(traced[1] if traced else "")

@@ -12,13 +12,8 @@ _WIDTH = 860
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], limit: float | None, limit_name: str) -> str:
-    """Draws parts of a whole side by side, with a mark at the limit.
-
-    Args:
-        parts: Names and bytes. Empty parts are left out.
-        limit: Available bytes, or None.
-        limit_name: Label of the mark.
-    """
+    """Draws parts of a whole side by side, with a mark at the limit. Parts are in bytes, and empty
+    ones are left out; `limit` is marked with its name."""
     parts = [(name, size) for name, size in parts if size > 0]
     total = sum(size for _, size in parts)
     limit = _near(limit, total)
@@ -108,13 +103,8 @@ def heatmap(cells: np.ndarray, names: Sequence[str]) -> str:
 
 
 def pieces(shape: Sequence[int], cuts: Sequence[int], copies: int) -> str:
-    """Draws one array as a rectangle with its shards.
-
-    Args:
-        shape: Shape of the array.
-        cuts: Number of shards of each dim.
-        copies: Number of devices that hold each shard.
-    """
+    """Draws one array as a rectangle with its shards. `cuts` are the shards of each dim; `copies`
+    devices hold each shard."""
     finest = sorted(range(len(shape)), key=lambda dim: (-cuts[dim], dim))[:2]
     rows, columns = 1, 1
     if len(finest) == 1:

@@ -44,14 +44,8 @@ def mlp_of_sorted(
     weights: ExpertWeights,
     glu: Glu,
 ) -> Float[Array, "n embed"]:
-    """Returns the experts' outputs for rows sorted by expert.
-
-    Args:
-        rows: Rows after the last expert's rows are undefined, and so are their results.
-        sizes: int32, the number of rows of each expert.
-        weights: The experts.
-        glu: The hidden units from the projections.
-    """
+    """Returns the experts' outputs for rows sorted by expert. `sizes` are the rows of each expert,
+    int32. Rows after the last expert's are undefined, and so are their results."""
 
     def project(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jax.lax.ragged_dot(rows, kernel, sizes)

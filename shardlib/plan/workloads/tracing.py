@@ -231,13 +231,8 @@ def names_met(rules: AxisRules, trace: Callable[[], object]) -> set[str]:
 
 @contextlib.contextmanager
 def naming(rules: AxisRules, names: Collection[str], platform: str | None = None) -> Iterator[None]:
-    """Activates a mesh of logical axes, so that constraints in a program name them.
-
-    Args:
-        rules: Rules that name axes.
-        names: Other axes that they match.
-        platform: As in `trace_workload`.
-    """
+    """Activates a mesh of logical axes, so that constraints in a program name them. `names` are
+    other axes that the rules match; `platform` is as in `trace_workload`."""
     kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
     known = {name for table in _KINDS for name, _ in rules.table(table)}.union(names)
     both = sorted({*known, *(PARAMS_TABLE + name for name in known)})

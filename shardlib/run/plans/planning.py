@@ -117,10 +117,7 @@ def served(config: RunConfig) -> tuple[str, Any, DataSpec]:
 
 def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
     """Returns the name of a run's model and its workload, with all options that a plan may choose.
-
-    Args:
-        config: The run.
-        question: Batch and length that replace the run's.
+    A question's batch and length replace the run's.
 
     Raises:
         ConfigError: If model and data do not fit each other.

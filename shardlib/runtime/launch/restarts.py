@@ -27,10 +27,8 @@ class Restarts:
     than the step that the run went back to: a group that makes progress is started again as often
     as needed. A deterministic failure is not retried. Such failures are a wrong request, and the
     same kind of failure for the second time at the same step or, if it has no step, with nothing
-    new saved in between.
-
-    Args:
-        allowed: Number of attempts in a row that may gain nothing and still be followed by another.
+    new saved in between. It allows a number of attempts in a row that gain nothing and are still
+    followed by another.
     """
 
     def __init__(self, allowed: int):

@@ -180,13 +180,9 @@ class Stage:
     def gradients(
         self, ticks: Tick, axis: str | None = None, summed: Collection[str] = ()
     ) -> StageGradients:
-        """Runs the schedule forward and backward.
-
-        Args:
-            ticks: This stage's column of `ticks`.
-            axis: The manual mesh axis of groups that each have their own stages, or None.
-            summed: Paths of the shared parameters whose gradients are summed over `axis` too.
-        """
+        """Runs the schedule forward and backward. `tick` is this stage's column of `ticks`. `axis`
+        is the manual axis of groups with their own stages, or None; the gradients of the paths in
+        `summed` are summed over it too."""
         carry, _ = jax.lax.scan(self.tick, self.start(ticks), ticks)
         apart = {path: x for path, x in carry.shared.items() if path not in summed}
         apart, sums = over_axes((apart, carry.sums), (AXIS,))

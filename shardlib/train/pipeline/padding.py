@@ -33,13 +33,7 @@ def to_slots(
     leaves: Layers, places: Mapping[str, Placement], stage_cut: StageCut, scope: Scope
 ) -> dict[str, jax.Array]:
     """Returns layers [L, ...] in slots [S v n, ...], sharded over `stage`, then by stage and chunk.
-
-    Args:
-        leaves: Stored layers by path.
-        places: Their placements, with `stage` on a dim other than the first.
-        stage_cut: The cut of the layers.
-        scope: The mesh.
-    """
+    Layers and placements are by path; the placements have `stage` on a dim other than the first."""
     rows = _rows_of_slots(stage_cut)
 
     def exchange(x: jax.Array, dim: int) -> jax.Array:
@@ -55,14 +49,8 @@ def from_slots(
     scope: Scope,
     group: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Returns layers [S v n, ...] as stored, the inverse of `to_slots`.
-
-    Args:
-        leaves: Layers in slots by path, with a leading dim of groups if there is a `group`.
-        places: Their placements when stored.
-        stage_cut: The cut of the layers.
-        scope: The mesh.
-        group: The mesh axis that shards groups, if any.
+    """Returns layers [S v n, ...] as stored, the inverse of `to_slots`. Layers and placements are
+    by path. Layers have a leading dim of groups if there is a mesh axis `group` that shards them.
     """
     slots = {row: slot for slot, row in reversed([*enumerate(_rows_of_slots(stage_cut))])}
     order, first = [slots[layer] for layer in range(stage_cut.num_layers)], len(group)

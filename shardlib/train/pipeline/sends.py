@@ -50,13 +50,8 @@ def sends(schedule: Schedule, turns: Turns, step: int) -> Sends:
 
 
 def send(tree: PyTree, sends: Sends, route: jax.Array) -> PyTree:
-    """Returns what arrives from the neighbours, in a region that is manual over `stage`.
-
-    Args:
-        tree: Arrays to send.
-        sends: The sends of the schedule.
-        route: Index of the route of this tick, int32 [], the same on all devices.
-    """
+    """Returns what arrives from the neighbours, in a region that is manual over `stage`. The route
+    of this tick is an int32 scalar, the same on all devices."""
 
     def along(pairs: Pairs) -> PyTree:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs) if pairs else x, tree)

@@ -69,11 +69,7 @@ def arrange_batch(batch: PyTree, counts: Sequence[int]) -> PyTree:
 
 def arranged_rows(counts: Sequence[int], per_microbatch: int) -> Int[np.ndarray, " rows"]:
     """Returns the index of the plain row in each row of the arranged batch; see `arrange_batch`.
-
-    Args:
-        counts: Microbatches of each group.
-        per_microbatch: Rows of one microbatch of one group.
-    """
+    `per_microbatch` is the rows of one microbatch of one group."""
     most = max(counts)
     rows = np.zeros((len(counts), per_microbatch, most), np.int32)
     first = 0
