@@ -1,5 +1,7 @@
 """`shardlib export`: the model of a run as a Hugging Face folder."""
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +25,14 @@ def export(
         bool,
         typer.Option("--adapter", help="Save only the adapters of finetune, in PEFT's format."),
     ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32, bfloat16 or float16; default: that of the folder of model.init_from, or "
+            "else that of the run.",
+        ),
+    ] = None,
     mesh: Mesh = None,
 ) -> None:
     """Export the model of a run for the transformers library.
@@ -33,7 +43,9 @@ def export(
     from shardlib.runtime.stopping import process_index
 
     name, step = one_step(run, None)
-    options = {"architecture": architecture, "adapter": adapter, "mesh": mesh}
-    step = run_export(name, out, step=step, notify=warn, **options)
+    options = {"architecture": architecture, "adapter": adapter, "dtype": dtype}
+    step = run_export(name, out, step=step, mesh=mesh, notify=warn, **options)
     if process_index() == 0:
-        print(f"exported step {step} of {name} to {out}")
+        config = Path(out) / "config.json"
+        written = "" if adapter else f" in {json.loads(config.read_text())['torch_dtype']}"
+        print(f"exported step {step} of {name} to {out}{written}")

@@ -10,13 +10,12 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.description import Description, describe
 from shardlib.hf.dropout import warn_of_lacking
 from shardlib.hf.loaded import Loaded
-from shardlib.hf.matching import is_floating, matched, without_head
+from shardlib.hf.matching import check_floating, matched, without_head
 from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
@@ -49,11 +48,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool 
         ConfigError: If config.json describes a model that its family does not have.
         RuleError: If parameters cannot be placed.
     """
-    if dtype is not None and not is_floating(dtype):
-        raise ModelError(
-            f"dtype={dtype!r} is not a floating-point dtype.\n"
-            "  Write it as jnp.bfloat16, or leave it out for the dtypes of the checkpoint."
-        )
+    check_floating(dtype)
     found = describe(folder, weights=True)
     module = functional(lambda rngs: found.family.make(found.config, DataSpec(), rngs))
     scope = active()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, ModelError
 from shardlib.hf.architecture import Architecture
 from shardlib.hf.description import Description
 from shardlib.hf.safetensors import Tensors
@@ -123,3 +123,12 @@ def is_floating(dtype: DTypeLike) -> bool:
         return jnp.issubdtype(np.dtype(dtype), jnp.floating)
     except TypeError:
         return False
+
+
+def check_floating(dtype: DTypeLike | None) -> None:
+    """Raises `ModelError` for a dtype of other numbers; None stands for that of each parameter."""
+    if dtype is not None and not is_floating(dtype):
+        raise ModelError(
+            f"dtype={dtype!r} is not a floating-point dtype.\n"
+            "  Write it as 'bfloat16', or leave it out for the dtypes of the parameters."
+        )

@@ -12,11 +12,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from shardlib.functional import functional
 from shardlib.hf.architecture import described_as
 from shardlib.hf.load import parameters
 from shardlib.hf.loaded import Loaded
+from shardlib.hf.matching import check_floating
 from shardlib.hf.new_folder import filled, on_first_process, refuse_full
 from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
 from shardlib.hf.tensor_table import TensorTable
@@ -43,6 +45,7 @@ def save(
     *,
     architecture: str | None = None,
     kept: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Saves a model in the format of Hugging Face, for `AutoModel.from_pretrained`.
@@ -58,28 +61,34 @@ def save(
             was loaded as, or else the first that can express its config.
         kept: The contents of a config.json, whose keys that the architecture does not decide are
             kept; None for that of the folder that the model was loaded from.
+        dtype: What the tensors are rounded to while they are written, but for those that the model
+            keeps in float32; None for the dtype of each parameter.
         max_file_bytes: Size of the tensors of one file at most, unless one tensor is larger.
 
     Raises:
         CheckpointError: If the folder is not empty, or cannot be written.
-        ModelError: If no architecture of its family can express the model.
+        ModelError: If no architecture of its family can express the model, or `dtype` is not one of
+            floating-point numbers.
     """
+    check_floating(dtype)
     folder, model = Path(folder).resolve(), getattr(source, "model", source)
     loaded = source if isinstance(source, Loaded) else None
     on_first_process(lambda: refuse_full(folder), folder)
     described = described_as(model, loaded, architecture)
     kept = kept or (loaded.source if loaded else {})
     config = _updated(kept, described.write(model.config))
-    layout = TensorTable(described.table(model.config), parameters(functional(model), state=True))
-    arrays = arrays_of(model, nnx.Not(nnx.RngState))
-    config["torch_dtype"] = str(next(iter(arrays.values())).dtype)
+    module, arrays = functional(model), arrays_of(model, nnx.Not(nnx.RngState))
+    layout = TensorTable(described.table(model.config), parameters(module, state=True))
+    dtypes = {path: array.dtype for path, array in arrays.items()}
+    if dtype is not None:
+        dtypes |= dict.fromkeys(arrays.keys() - module.float32, np.dtype(dtype))
+    config["torch_dtype"] = str(dtypes[next(path for path in arrays if path not in module.float32)])
     config.pop("dtype", None)
     # The tensors that are written have all their bits.
     config.pop("quantization_config", None)
     copied = [loaded.folder / name for name in COPIED] if loaded else []
-    write_folder(
-        folder, layout, arrays, "config.json", config, copied, max_file_bytes=max_file_bytes
-    )
+    named = folder, layout, arrays, "config.json", config, copied
+    write_folder(*named, dtypes=dtypes, max_file_bytes=max_file_bytes)
 
 
 def _updated(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +110,7 @@ def write_folder(
     config: Mapping[str, Any],
     copied: Sequence[Path] = (),
     *,
+    dtypes: Mapping[str, np.dtype] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     single: str = SINGLE,
 ) -> None:
@@ -113,13 +123,15 @@ def write_folder(
         config_name: The name of the JSON file of `config`.
         config: Its contents.
         copied: Files to copy, where they exist.
+        dtypes: Those to write, by path; None for the dtypes of the arrays.
         max_file_bytes: See `save`.
         single: The name of the file where one file holds all tensors.
 
     Raises:
         CheckpointError: If the folder cannot be written.
     """
-    specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
+    dtypes = dtypes or {path: array.dtype for path, array in arrays.items()}
+    specs = {name: (shape, dtypes[path]) for name, shape, path in layout.tensors()}
     tensors = layout.write(lambda view, path, at: _fill(view, arrays[path], at), specs)
 
     def gather_rest() -> None:
@@ -154,13 +166,15 @@ def arrays_of(model: nnx.Module, kind: Any) -> dict[str, jax.Array]:
 def _fill(view: np.ndarray, array: jax.Array, at: tuple[int, ...]) -> None:
     """Writes an array at leading indices; all processes that hold parts of it must take part."""
     if not array.is_fully_addressable:
-        copy(view, np.asarray(_slice(array.sharding)(array, at).addressable_data(0)))
+        whole = np.asarray(_slice(array.sharding)(array, at).addressable_data(0))
+        copy(view, whole.astype(view.dtype, copy=False))
         return
     for shard in array.addressable_shards:
         ranges = [range(*part.indices(n)) for part, n in zip(shard.index, array.shape, strict=True)]
         if shard.replica_id == 0 and all(map(operator.contains, ranges, at)):
             local = tuple(each.index(one) for each, one in zip(ranges, at, strict=False))
-            copy(view[(*shard.index[len(at) :], ...)], _part(shard.data, local))
+            part = _part(shard.data, local).astype(view.dtype, copy=False)
+            copy(view[(*shard.index[len(at) :], ...)], part)
 
 
 def _part(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:

@@ -22,6 +22,7 @@ from shardlib.run.restore_model import Notify, RestoredModel, restore_model
 from shardlib.train.offload import fetch
 
 _LOG = logging.getLogger(__name__)
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(
@@ -30,6 +31,7 @@ def export(
     *,
     architecture: str | None = None,
     adapter: bool = False,
+    dtype: str | None = None,
     mesh: str | None = None,
     step: int | None = None,
     notify: Notify | None = None,
@@ -49,6 +51,8 @@ def export(
             other keys of config.json are then kept.
         adapter: Whether the adapters of a run with `finetune` are saved alone, in the format of
             PEFT; otherwise they are merged into the model.
+        dtype: What the tensors are written in, such as bfloat16; None for that of the folder
+            `model.init_from`, or else that of the run's parameters.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
         step: The checkpoint; default: the newest valid one of all places.
         notify: Called with each skipped checkpoint; by default it is logged.
@@ -60,10 +64,16 @@ def export(
         ConfigError: If the directory holds no run.
         CheckpointError: If the run has no valid checkpoint, or none of `step`, or the folder is not
             empty.
-        ModelError: If no architecture can express the model, or adapters are asked for and the run
-            trained none.
+        ModelError: If no architecture can express the model, adapters are asked for and the run
+            trained none, or `dtype` is not a dtype of models or is given for adapters.
     """
     hf.refuse_full(Path(folder))
+    if dtype is not None and (adapter or dtype not in _DTYPES):
+        got = "given for adapters" if adapter else "not a dtype of models"
+        raise ModelError(
+            f"dtype={dtype!r} is {got}.\n"
+            f"  Choose {', '.join(_DTYPES)} for a whole model, or leave it out."
+        )
     restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify)
     parts, state = restored.parts, restored.state
     params = fetch(parts.best_params(state))
@@ -72,12 +82,16 @@ def export(
         base = getattr(parts.config.model, "init_from", None) or ""
         save_adapter(model, folder, base=base, architecture=architecture)
         return int(state.step)
-    _save(restored, merge(model), Path(folder), architecture)
+    _save(restored, merge(model), Path(folder), architecture, dtype)
     return int(state.step)
 
 
 def _save(
-    restored: RestoredModel, model: nnx.Module, folder: Path, architecture: str | None
+    restored: RestoredModel,
+    model: nnx.Module,
+    folder: Path,
+    architecture: str | None,
+    dtype: str | None,
 ) -> None:
     """Saves a model without adapters, with what the folder that the run started from says of it."""
     parts, tokenizer, kept = restored.parts, restored.tokenizer, None
@@ -87,7 +101,10 @@ def _save(
         # What the folder says of classes and tokens holds for the same head and tokenizer alone.
         is_same = found.held is None and _has_tokenizer(found.folder, tokenizer)
         kept = found.source if is_same else None
-    hf.save(model, folder, architecture=architecture, kept=kept)
+    if found is not None and dtype is None:
+        held = found.source.get("torch_dtype") or found.source.get("dtype")
+        dtype = held if held in _DTYPES else None
+    hf.save(model, folder, architecture=architecture, kept=kept, dtype=dtype)
     if jax.process_index() > 0:
         return
     origin = None if found is None else found.folder

@@ -28,7 +28,7 @@ def test_transformers_computes_the_logits_of_a_run(finished, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     run_dir, out = finished.copy(tmp_path / "run"), tmp_path / "out"
     assert run_cli(f"{run_dir}@20", "--out", out) == 0
-    assert capsys.readouterr().out == f"exported step 20 of {run_dir} to {out}\n"
+    assert capsys.readouterr().out == f"exported step 20 of {run_dir} to {out} in float32\n"
     tokens = np.random.default_rng(0).integers(0, 200, (2, 12), dtype=np.int32)
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():

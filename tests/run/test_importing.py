@@ -71,6 +71,23 @@ def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_
     assert shardlib("generate", out, "--prompt", "the", "--length", 4)[0] == 0
 
 
+def test_an_export_has_the_dtype_of_the_folder_or_a_given_one(shardlib, folder, tmp_path):
+    narrow, out = tmp_path / "narrow", tmp_path / "run"
+    hf.save(hf.load(folder), narrow, dtype="bfloat16")
+    shutil.copy(folder / "tokenizer.json", narrow)
+    assert shardlib("import", narrow, "--out", out, "mesh=fsdp=8")[0] == 0
+    for words, dtype in (((), "bfloat16"), (("--dtype", "float32"), "float32")):
+        place = tmp_path / dtype
+        told = f"exported step 0 of {out} to {place} in {dtype}\n"
+        assert shardlib("export", out, "--out", place, *words)[:2] == (0, told)
+        assert json.loads((place / "config.json").read_text())["torch_dtype"] == dtype
+    weights, wide = (tmp_path / name / "model.safetensors" for name in ("bfloat16", "float32"))
+    assert weights.read_bytes() == (narrow / "model.safetensors").read_bytes()
+    assert wide.stat().st_size > 1.9 * weights.stat().st_size
+    code, _, err = shardlib("export", out, "--out", tmp_path / "other", "--dtype", "int8")
+    assert (code, "Choose float32, bfloat16, float16" in err) == (2, True)
+
+
 def test_a_model_of_fewer_positions_than_texts_to_train_on(shardlib, folder, tmp_path):
     short = shutil.copytree(folder, tmp_path / "short")
     config = (short / "config.json").read_text()
