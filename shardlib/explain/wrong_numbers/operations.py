@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,67 +35,63 @@ _ELEMENTWISE = (ELEMENTWISE - {"bitcast"}) | {
 }
 
 
+class _Op(NamedTuple):
+    """An operation, with the values of its operands and the shape of its result."""
+
+    instruction: Instruction
+    operands: Sequence[SpmdValue]
+    shape: tuple[int, ...]
+    context: Context
+
+
 def layout_of(
-    instruction: Instruction,
-    operands: Sequence[SpmdValue],
-    shapes: Shapes,
-    context: Context,
+    instruction: Instruction, operands: Sequence[SpmdValue], shapes: Shapes, context: Context
 ) -> tuple[Tiling, Pairs]:
     """Returns the layout of a result, and the pairs of operand dims that must agree."""
     shape, _ = dims_and_order(instruction.shape)
-    opcode = instruction.opcode
+    op, opcode = _Op(instruction, operands, shape, context), instruction.opcode
     if opcode in _ELEMENTWISE:
-        return _together(operands, shape)
-    if opcode == "dynamic-update-slice":
-        return _updated(operands, shape)
-    if opcode in ("dot", "convolution"):
-        return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
+        return _together(op)
+    if opcode in _PAIRED:
+        return _PAIRED[opcode](op)
     if opcode == "bitcast" and operands:
         before = shapes.get(instruction.operand_names[0], "")
         return context.once(_bitcast, instruction.shape, operands[0].layout, before), []
-    if opcode == "slice":
-        return _sliced(instruction, operands, shape, context), []
-    if opcode == "select-and-scatter":
-        return _selected(operands, shape)
     if opcode == "scatter" and is_unpooling(instruction):
         return unpooled(operands[2].layout, shape), []
     if opcode in _MOVES and operands:
-        return _MOVES[opcode](instruction, operands, shape), []
-    if opcode == "concatenate":
-        return _concatenated(instruction, operands, shape, context)
-    if opcode == "dynamic-slice":
-        return _part(instruction, operands, shape, context), []
+        return _MOVES[opcode](op), []
     return unknown(shape), []
 
 
-def _together(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
-    alike = [operand.layout for operand in operands if operand.layout.shape == shape]
+def _together(op: _Op) -> tuple[Tiling, Pairs]:
+    alike = [operand.layout for operand in op.operands if operand.layout.shape == op.shape]
     if not alike:
-        return unknown(shape), []
+        return unknown(op.shape), []
     tiling, pairs = alike[0], []
     for other in alike[1:]:
         if other == tiling or not other.axes:
             continue
-        pairs += [((tiling, dim), (other, dim)) for dim in range(len(shape))]
+        pairs += [((tiling, dim), (other, dim)) for dim in range(len(op.shape))]
         tiling = merged(tiling, other)
     return tiling, pairs
 
 
-def _updated(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
+def _updated(op: _Op) -> tuple[Tiling, Pairs]:
     """Returns the layout after a dynamic update slice. Dims that the update fills whole take its
     layout, because a loop stacks its outputs in zeros of unknown layout."""
-    tiling, update = operands[0].layout, operands[1].layout
-    partial = [n for n, size in enumerate(update.shape) if size != shape[n]]
-    whole = forget(update, shape, partial)
-    pairs = [((tiling, dim), (whole, dim)) for dim in range(len(shape)) if dim not in partial]
+    tiling, update = op.operands[0].layout, op.operands[1].layout
+    partial = [n for n, size in enumerate(update.shape) if size != op.shape[n]]
+    whole = forget(update, op.shape, partial)
+    pairs = [((tiling, dim), (whole, dim)) for dim in range(len(op.shape)) if dim not in partial]
     return merged(tiling, whole), pairs
 
 
-def _selected(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
+def _selected(op: _Op) -> tuple[Tiling, Pairs]:
     """Returns the layout of a max-pool's gradient, the operand's. In dims without a window, operand
     and cotangent have the same parts."""
-    tiling, cotangent = operands[0].layout, operands[1].layout
-    alike = [n for n, size in enumerate(shape) if cotangent.shape[n] == size]
+    tiling, cotangent = op.operands[0].layout, op.operands[1].layout
+    alike = [n for n, size in enumerate(op.shape) if cotangent.shape[n] == size]
     return tiling, [((tiling, dim), (cotangent, dim)) for dim in alike]
 
 
@@ -123,15 +120,13 @@ def unpooled(cotangent: Tiling, shape: tuple[int, ...]) -> Tiling:
     return assembled(tilings.get(n, (rest, rest.dims[n])) for n in range(len(shape)))
 
 
-def _dot(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: tuple[int, ...]
-) -> tuple[Tiling, Pairs]:
+def _dot(op: _Op) -> tuple[Tiling, Pairs]:
     """Returns the layout of a product: batch dims, then the remaining dims of each operand."""
-    if len(operands) < 2:
-        return unknown(shape), []
-    left, right = operands[0].layout, operands[1].layout
+    if len(op.operands) < 2:
+        return unknown(op.shape), []
+    left, right = op.operands[0].layout, op.operands[1].layout
     batch, summed = (
-        [numbers(instruction, f"{side}_{kind}_dims") for side in ("lhs", "rhs")]
+        [numbers(op.instruction, f"{side}_{kind}_dims") for side in ("lhs", "rhs")]
         for kind in ("batch", "contracting")
     )
     both = [*zip(*batch, strict=True), *zip(*summed, strict=True)]
@@ -142,21 +137,19 @@ def _dot(
     for layout, taken in ((left, (*batch[0], *summed[0])), (right, (*batch[1], *summed[1]))):
         parts += [(layout, dim) for n, dim in enumerate(layout.dims) if n not in taken]
     tiling = assembled(parts)
-    return (tiling if tiling.shape == shape else unknown(shape)), pairs
+    return (tiling if tiling.shape == op.shape else unknown(op.shape)), pairs
 
 
-def _convolution(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: tuple[int, ...]
-) -> tuple[Tiling, Pairs]:
+def _convolution(op: _Op) -> tuple[Tiling, Pairs]:
     """Returns the layout of a convolution: a matmul in batch and features, unknown in the rest."""
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
-    if labels is None or len(operands) < 2:
-        return unknown(shape), []
-    left, right = operands[0].layout, operands[1].layout
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.instruction.attributes.get("dim_labels", ""))
+    if labels is None or len(op.operands) < 2:
+        return unknown(op.shape), []
+    left, right = op.operands[0].layout, op.operands[1].layout
     right = Tiling(*right)
     lhs, rhs, out = labels[1], labels[2], labels[3]
-    groups = [instruction.attributes.get(f"{n}_group_count", "1") for n in ("feature", "batch")]
-    parts: list[tuple[Tiling, Dim]] = [(left, (Factor(size),)) for size in shape]
+    groups = [op.instruction.attributes.get(f"{n}_group_count", "1") for n in ("feature", "batch")]
+    parts: list[tuple[Tiling, Dim]] = [(left, (Factor(size),)) for size in op.shape]
     if groups == ["1", "1"]:
         parts[out.index("b")] = (left, left.dims[lhs.index("b")])
         parts[out.index("f")] = (right, right.dims[rhs.index("o")])
@@ -166,86 +159,71 @@ def _convolution(
         if groups[1] == "1":
             parts[out.index("b")] = (left, left.dims[lhs.index("b")])
     tiling = assembled(parts)
-    return (tiling if tiling.shape == shape else unknown(shape)), pairs
+    return (tiling if tiling.shape == op.shape else unknown(op.shape)), pairs
 
 
-def _concatenated(
-    instruction: Instruction,
-    operands: Sequence[SpmdValue],
-    shape: tuple[int, ...],
-    context: Context,
-) -> tuple[Tiling, Pairs]:
-    (along,) = numbers(instruction, "dimensions") or [0]
-    parts = [operand.layout for operand in operands]
+def _concatenated(op: _Op) -> tuple[Tiling, Pairs]:
+    (along,) = numbers(op.instruction, "dimensions") or [0]
+    parts = [operand.layout for operand in op.operands]
     apart = parts[0].shape[along] == 1 or is_known(parts[0].dims[along])
     if apart and len({part.dims for part in parts}) == 1:
-        return put_together(parts, along, context.vectors), []
-    tiling, pairs = forget(operands[0].layout, shape, (along,)), []
-    for other in operands[1:]:
-        rest = forget(other.layout, shape, (along,))
-        pairs += [((tiling, dim), (rest, dim)) for dim in range(len(shape))]
+        return put_together(parts, along, op.context.vectors), []
+    tiling, pairs = forget(op.operands[0].layout, op.shape, (along,)), []
+    for other in op.operands[1:]:
+        rest = forget(other.layout, op.shape, (along,))
+        pairs += [((tiling, dim), (rest, dim)) for dim in range(len(op.shape))]
         tiling = merged(tiling, rest)
     return tiling, pairs
 
 
-def _part(
-    instruction: Instruction,
-    operands: Sequence[SpmdValue],
-    shape: tuple[int, ...],
-    context: Context,
-) -> Tiling:
+def _part(op: _Op) -> Tiling:
     """Returns the layout of a dynamic slice.
 
     A sliced dim is known only if its starts are known and differ between devices. It is then the
     device's part of the dim.
     """
-    tiling = operands[0].layout
+    tiling = op.operands[0].layout
     whole = tiling.shape
-    starts = operands[1:]
-    if len(whole) != len(shape):
-        return unknown(shape)
-    for dim, size in enumerate(shape):
+    starts = op.operands[1:]
+    if len(whole) != len(op.shape):
+        return unknown(op.shape)
+    for dim, size in enumerate(op.shape):
         if size == whole[dim]:
             continue
-        start = context.offsets(starts[dim]) if len(starts) == len(shape) else None
+        start = op.context.offsets(starts[dim]) if len(starts) == len(op.shape) else None
         if start is None or not starts[dim].same:
             now = [size if n == dim else length for n, length in enumerate(tiling.shape)]
             tiling = forget(tiling, now, (dim,))
         else:
-            clipped = context.vectors[start].clip(0, whole[dim] - size)
-            tiling = moved(tiling, dim, context.vectors.number(clipped), size, context.vectors)
+            clipped = op.context.vectors[start].clip(0, whole[dim] - size)
+            tiling = moved(
+                tiling, dim, op.context.vectors.number(clipped), size, op.context.vectors
+            )
     return tiling
 
 
-def _sliced(
-    instruction: Instruction,
-    operands: Sequence[SpmdValue],
-    shape: tuple[int, ...],
-    context: Context,
-) -> Tiling:
+def _sliced(op: _Op) -> Tiling:
     """Returns the layout of a slice with the same bounds on all devices."""
-    tiling = operands[0].layout
-    bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
-    if len(bounds) != len(shape):
-        return unknown(shape)
+    tiling = op.operands[0].layout
+    bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", op.instruction.attributes.get("slice", ""))
+    if len(bounds) != len(op.shape):
+        return unknown(op.shape)
     for dim, (start, _, step) in enumerate(bounds):
-        if shape[dim] == tiling.shape[dim]:
+        if op.shape[dim] == tiling.shape[dim]:
             continue
         if step not in ("", "1"):
-            now = [shape[n] if n == dim else size for n, size in enumerate(tiling.shape)]
+            now = [op.shape[n] if n == dim else size for n, size in enumerate(tiling.shape)]
             tiling = forget(tiling, now, (dim,))
         else:
-            offset = context.vectors.number(np.full(context.vectors.devices, int(start)))
-            tiling = moved(tiling, dim, offset, shape[dim], context.vectors)
+            offset = op.context.vectors.number(np.full(op.context.vectors.devices, int(start)))
+            tiling = moved(tiling, dim, offset, op.shape[dim], op.context.vectors)
     return tiling
 
 
-def _transposed(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
-) -> Tiling:
-    layout = operands[0].layout
+def _transposed(op: _Op) -> Tiling:
+    layout = op.operands[0].layout
     return Tiling(
-        tuple(layout.dims[dim] for dim in numbers(instruction, "dimensions")), layout.axes
+        tuple(layout.dims[dim] for dim in numbers(op.instruction, "dimensions")), layout.axes
     )
 
 
@@ -260,88 +238,85 @@ def _bitcast(shape: str, layout: Tiling, shape_before: str, _: Context) -> Tilin
     return Tiling(tuple(tiling.dims[after.index(n)] for n in range(len(dims))), tiling.axes)
 
 
-def _broadcast(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
-) -> Tiling:
-    layout = operands[0].layout
-    at = numbers(instruction, "dimensions")
+def _broadcast(op: _Op) -> Tiling:
+    layout = op.operands[0].layout
+    at = numbers(op.instruction, "dimensions")
     return assembled(
         (layout, layout.dims[at.index(n)])
         if n in at and layout.shape[at.index(n)] == size
         else (layout, (Factor(size),))
-        for n, size in enumerate(shape)
+        for n, size in enumerate(op.shape)
     )
 
 
-def _kept(instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]) -> Tiling:
+def _kept(op: _Op) -> Tiling:
     """Returns the layout that keeps the dims that the operation does not change."""
-    layout = operands[0].layout
-    if len(layout.dims) != len(shape):
-        return unknown(shape)
-    changed = {n for n, size in enumerate(layout.shape) if size != shape[n]}
-    if instruction.opcode == "pad":
-        padded = [part != "0_0" for part in instruction.attributes.get("padding", "").split("x")]
+    layout = op.operands[0].layout
+    if len(layout.dims) != len(op.shape):
+        return unknown(op.shape)
+    changed = {n for n, size in enumerate(layout.shape) if size != op.shape[n]}
+    if op.instruction.opcode == "pad":
+        padded = [part != "0_0" for part in op.instruction.attributes.get("padding", "").split("x")]
         changed |= {n for n, is_padded in enumerate(padded) if is_padded}
-    if instruction.opcode == "reverse":
-        changed |= set(numbers(instruction, "dimensions"))
-    return forget(layout, shape, changed)
+    if op.instruction.opcode == "reverse":
+        changed |= set(numbers(op.instruction, "dimensions"))
+    return forget(layout, op.shape, changed)
 
 
-def _windowed(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
-) -> Tiling:
+def _windowed(op: _Op) -> Tiling:
     """Returns the layout that keeps the dims in which the window has size and stride 1."""
-    layout = operands[0].layout
-    sizes, strides = window_of(instruction)
+    layout = op.operands[0].layout
+    sizes, strides = window_of(op.instruction)
     moves = (size > 1 or stride > 1 for size, stride in zip(sizes, strides, strict=True))
     changed = {n for n, is_moving in enumerate(moves) if is_moving}
-    changed |= {n for n, size in enumerate(layout.shape) if size != shape[n]}
-    return forget(layout, shape, changed)
+    changed |= {n for n, size in enumerate(layout.shape) if size != op.shape[n]}
+    return forget(layout, op.shape, changed)
 
 
-def _gathered(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
-) -> Tiling:
+def _gathered(op: _Op) -> Tiling:
     """Returns the layout of a gather: rows follow the indices, dims in a row follow the table."""
-    table, indices = operands[0].layout, operands[1].layout
-    within, at = numbers(instruction, "offset_dims"), numbers(instruction, "index_vector_dim")
+    table, indices = op.operands[0].layout, op.operands[1].layout
+    within, at = numbers(op.instruction, "offset_dims"), numbers(op.instruction, "index_vector_dim")
     gone = {
-        *numbers(instruction, "collapsed_slice_dims"),
-        *numbers(instruction, "operand_batching_dims"),
+        *numbers(op.instruction, "collapsed_slice_dims"),
+        *numbers(op.instruction, "operand_batching_dims"),
     }
     kept = [n for n in range(len(table.dims)) if n not in gone]
     rows = [n for n in range(len(indices.dims)) if n not in at]
-    if len(kept) != len(within) or len(rows) + len(kept) != len(shape):
-        return unknown(shape)
+    if len(kept) != len(within) or len(rows) + len(kept) != len(op.shape):
+        return unknown(op.shape)
     sources = {dim: (table, n) for dim, n in zip(within, kept, strict=True)}
-    others = (dim for dim in range(len(shape)) if dim not in sources)
+    others = (dim for dim in range(len(op.shape)) if dim not in sources)
     sources |= {dim: (indices, n) for dim, n in zip(others, rows, strict=True)}
-    parts = ((size, *sources[dim]) for dim, size in enumerate(shape))
+    parts = ((size, *sources[dim]) for dim, size in enumerate(op.shape))
     return assembled(
         (layout, layout.dims[n] if layout.shape[n] == size else (Factor(size),))
         for size, layout, n in parts
     )
 
 
-def _reduced(
-    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
-) -> Tiling:
-    layout, gone = operands[0].layout, numbers(instruction, "dimensions")
+def _reduced(op: _Op) -> Tiling:
+    layout, gone = op.operands[0].layout, numbers(op.instruction, "dimensions")
     return assembled((layout, dim) for n, dim in enumerate(layout.dims) if n not in gone)
 
 
-_MOVES: dict[str, Callable[[Instruction, Sequence[SpmdValue], Sequence[int]], Tiling]] = {
+_PAIRED: dict[str, Callable[[_Op], tuple[Tiling, Pairs]]] = {
+    "dynamic-update-slice": _updated,
+    "dot": _dot,
+    "convolution": _convolution,
+    "select-and-scatter": _selected,
+    "concatenate": _concatenated,
+}
+_MOVES: dict[str, Callable[[_Op], Tiling]] = {
     "transpose": _transposed,
-    "reshape": lambda _, operands, shape: reshape(operands[0].layout, shape),
+    "reshape": lambda op: reshape(op.operands[0].layout, op.shape),
     "broadcast": _broadcast,
-    "pad": _kept,
-    "reverse": _kept,
-    "sort": _kept,
-    "topk": _kept,
-    "scatter": _kept,
+    **dict.fromkeys(("pad", "reverse", "sort", "topk", "scatter"), _kept),
     "reduce-window": _windowed,
     "gather": _gathered,
     "reduce": _reduced,
+    "slice": _sliced,
+    "dynamic-slice": _part,
 }
 
 
