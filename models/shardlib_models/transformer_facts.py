@@ -81,6 +81,7 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
         "learned_positions": 0,
         "activation": config.activation,
         "qk_norm": bool(config.qk_norm),
+        "sandwich": config.block == "sandwich",
     }
     if config.positions == "learned":
         found["learned_positions"] = config.max_positions

@@ -89,6 +89,8 @@ class Transformer:
     """Nonlinearity of the MLP, such as `gelu_tanh`; empty for SiLU if gated, else `gelu_tanh`."""
     qk_norm: bool = False
     """Whether attention normalises queries and keys."""
+    sandwich: bool = False
+    """Whether a norm also follows each branch, as in Gemma 2."""
 
     @property
     def dense_layers(self) -> int:

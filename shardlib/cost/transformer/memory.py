@@ -16,8 +16,9 @@ from shardlib.cost.costs import RUNTIME_BYTES, Memory, peak
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.transformer import communication, computation, program_memory
 from shardlib.cost.transformer.program_memory import Phase
-from shardlib.cost.workload import NONE, Job
+from shardlib.cost.workload import NONE, Job, Remat
 from shardlib.hardware import Cluster
+from shardlib.hardware.capacity import capacity
 from shardlib.nn.stages import StageCut
 
 _LOGIT_BYTES = 4
@@ -45,13 +46,21 @@ def peak_memory(
     device = computation.Device(job, layout, software)
     held = communication.local_weights(device)
     base, recomputing = _through_the_step(device, cluster, held, dropout=dropout)
-    if software.keeps_traced:
+    if not software.keeps_traced:
+        return peak(base, _published_phases(device, held))
+
+    def at_peak(recomputing: float) -> Memory:
         phases = program_memory.phases(device, cluster, held, recomputing)
         if layout.offload_optimizer:
             phases += (program_memory.update(device, held),)
-    else:
-        phases = _published_phases(device, held)
-    return peak(base, phases)
+        return peak(base, phases)
+
+    limit = capacity(cluster.chip)
+    if device.last_alone and cluster.platform == "tpu" and limit is not None:
+        late = at_peak(base["activations"] + program_memory.late_gradients(device))
+        if late.fits(limit.usable_bytes):
+            return late
+    return at_peak(recomputing)
 
 
 def _through_the_step(
@@ -81,7 +90,7 @@ def _through_the_step(
         "runtime": RUNTIME_BYTES[cluster.platform],
         "host": waiting * host + away,
     }
-    return base, waiting * (kept + others if device.last_alone else kept)
+    return base, waiting * kept
 
 
 def _published_phases(
@@ -119,7 +128,7 @@ def _activations(
 ) -> tuple[float, float, float]:
     """Returns the bytes per token and layer, averaged over layers: of layers under the remat
     policy, of the others, and on the host. A single other layer is in no loop, and its fusions
-    compute again what a loop would keep between two products."""
+    compute elementwise results again, which a loop would keep between two products."""
     job, layout, software = device.job, device.layout, device.software
     share = 0.0 if job.remat == NONE else job.remat_share
     padding = program_memory.padding(job, cluster) if software.keeps_traced else 1.0
@@ -129,10 +138,14 @@ def _activations(
     if share < 1 and software.keeps_traced and not device.last_alone:
         others = program_memory.traced(device, cluster, dropout=dropout)
     elif share < 1:
-        everything = dataclasses.replace(job, remat=NONE)
+        fused = {"elementwise"} if device.last_alone and software.keeps_traced else set[str]()
+        everything = dataclasses.replace(job, remat=Remat(NONE.kept - fused))
         others, _ = layer_activations(
             everything, layout, software, dropout=dropout, padding=padding
         )
+        residual = layout.tensor if layout.sequence_parallel else 1
+        # Attention's output is read by a norm, and their sum by the next one.
+        others += job.model.sandwich * job.model.embed * job.compute_bytes / residual
     return share * kept, (1 - share) * others, share * host
 
 
@@ -198,6 +211,7 @@ def layer_activations(
         "qkv": padding * computation.qkv_width(model, layout) * width,
         "attention": (heads * width + scores) / layout.tensor,
         "out": model.embed * width / residual,
+        "down": model.sandwich * model.embed * width / residual,  # Read by the norm after it.
         "up": (2 if model.gated else 1) * hidden * width / layout.tensor,
         "elementwise": 2 * model.embed * (width + (1 if dropout else 0)) / residual
         + hidden * width / layout.tensor,

@@ -34,10 +34,15 @@ _HIDDEN_AT_ONCE = 4
 """Hidden vectors of the MLP in its backward pass: gate and up, and the gradients of both."""
 _GATED_HIDDEN_AT_ONCE = {"tpu": 3}
 """The same for a gated MLP that is computed again, where it is fewer. Programs for TPUs hold gate,
-up and the gradient of their product, and compute the gradients of the two where they are read."""
-_RESIDUALS_AT_ONCE = 6
+up and the gradient of their product, and compute the gradients of the two where they are read. With
+`gelu_tanh` they also hold its derivative."""
+_LATE_HIDDEN = 2
+"""Gradients of hidden vectors that wait where the weights of a layer get their gradients late: of
+gate and up, and with `gelu_tanh` of their product."""
+_RESIDUALS_AT_ONCE = {"tpu": 4, "gpu": 7}
 """Vectors of residual-stream width in the backward pass of a layer, whole along the length: the
-input of both branches, the incoming gradient, the gradients of gate and up, and their sum."""
+input of both branches, the incoming gradient and the gradient of the MLP's input. Programs for GPUs
+hold the gradients of gate and up apart, and one vector in transit between devices."""
 _MATRICES_AT_ONCE = 2
 """Matrices of the largest kind alive at the same time: the next one is gathered while one is in
 use. Gate and up of an MLP count as one."""
@@ -75,6 +80,8 @@ def phases(
         head["gathered"] += _gathered(device, cluster)
     share = 1 - device.job.remat_share
     whole = _layers(last, cluster, (summed, handed_on, share * stacked))
+    if device.last_alone:  # It keeps the queries, keys and values, which a loop gathers anew.
+        whole["recomputed"] -= device.tokens * _attention_at_once(last)
     return head, whole, {**layers, "activations": recomputing}
 
 
@@ -120,6 +127,18 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
         "recomputed": device.tokens * _at_once(device, cluster),
         "gathered": _gathered(device, cluster),
     }
+
+
+def late_gradients(device: Device) -> float:
+    """Returns the bytes that a single last layer holds, besides what it keeps, until the gradients
+    of its weights are computed. Programs for TPUs delay that past the layers that recompute, where
+    they fit all the same: nothing waits for these gradients."""
+    job, model, layout = device.job, device.job.model, device.layout
+    hidden = float(model.mlp)
+    if model.experts and model.routed_layers:
+        hidden = expert_rows(job, layout) * model.experts.mlp + model.experts.shared_mlp
+    hidden *= (_LATE_HIDDEN + (model.activation == "gelu_tanh")) / layout.tensor
+    return device.tokens * (hidden + 2 * model.embed) * job.compute_bytes
 
 
 def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
@@ -194,15 +213,14 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     job, layout = device.job, device.layout
     model, width, tensor = job.model, job.compute_bytes, layout.tensor
     on_gpu = cluster.platform == "gpu"
-    # On GPUs one more vector is in transit between devices.
-    residual = (_RESIDUALS_AT_ONCE + on_gpu) * model.embed * width
-    # Attention accumulates its output and its gradients in float32.
-    attention = 2 * (_FLOAT32 + width) * model.heads * model.value_dim / tensor
+    residual = _RESIDUALS_AT_ONCE["gpu" if on_gpu else "tpu"] * model.embed * width
+    attention = _attention_at_once(device)
     hidden: float = _HIDDEN_AT_ONCE
     if "up" in job.remat.kept:
         hidden /= 2
     elif model.gated:
-        hidden = _GATED_HIDDEN_AT_ONCE.get(cluster.platform, hidden)
+        fewer = _GATED_HIDDEN_AT_ONCE.get(cluster.platform, hidden)
+        hidden = min(hidden, fewer + (model.activation == "gelu_tanh"))
     if not (model.experts and model.routed_layers):
         return residual + attention + hidden * width * model.mlp / tensor
     experts = model.experts
@@ -216,6 +234,13 @@ def _at_once(device: Device, cluster: Cluster) -> float:
         more = 3 * (copies - 1) if copies > 1 else _ALONE * (not job.remat.kept)
         routed += width * (more * experts.mlp / tensor + 2 * copies * model.embed)
     return residual + attention + shared + rows * routed
+
+
+def _attention_at_once(device: Device) -> float:
+    """Returns the bytes per token of attention, which accumulates its output and its gradients in
+    float32."""
+    model, width = device.job.model, device.job.compute_bytes
+    return 2 * (_FLOAT32 + width) * model.heads * model.value_dim / device.layout.tensor
 
 
 def _gathered(device: Device, cluster: Cluster) -> float:
@@ -253,6 +278,8 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
     residual = layout.tensor if layout.sequence_parallel else 1
     given = width if width != _FLOAT32 else 0  # In float32 it is the product above.
     norms = 2 * model.embed * (3 * _FLOAT32 / residual + given)
+    if model.sandwich:  # Its two further norms give vectors to sums, not to matmuls.
+        norms += 2 * model.embed * 3 * _FLOAT32 / residual
     masks = 2 * model.embed / residual if dropout else 0
     heads = model.heads * model.value_dim / layout.tensor
     heads += qkv_width(model, layout)

@@ -68,7 +68,7 @@ def _opt(layers: int, width: int, heads: int) -> NamedModel:
 
 def _gemma2(*dims: Any) -> NamedModel:
     local = {"window": 4096, "windowed_layers": dims[0] // 2}
-    return _named(8192, _GEMMA2, *dims, 256000, tied=True, activation="gelu_tanh", **local)
+    return _named(8192, _GEMMA2, *dims, 256000, **_GEMMA_BLOCK, **local)
 
 
 def _gpt_oss(layers: int, experts: int) -> NamedModel:
@@ -78,6 +78,7 @@ def _gpt_oss(layers: int, experts: int) -> NamedModel:
 
 
 _PLAIN: dict[str, Any] = {"gated": False, "tied": True}
+_GEMMA_BLOCK: dict[str, Any] = {"tied": True, "activation": "gelu_tanh", "sandwich": True}
 NAMED: dict[str, NamedModel] = {
     "llama2-7b": _named(4096, _LLAMA2, 32, 4096, 32, 32, 128, 11008, 32000),
     "llama2-13b": _named(4096, _LLAMA2, 40, 5120, 40, 40, 128, 13824, 32000),
@@ -149,25 +150,22 @@ NAMED: dict[str, NamedModel] = {
     ),
     "gemma3-4b": _named(
         *(32768, _GEMMA3, 34, 2560, 8, 4, 256, 10240, 262208),
-        tied=True,
+        **_GEMMA_BLOCK,
         qk_norm=True,
-        activation="gelu_tanh",
         window=1024,
         windowed_layers=29,
     ),
     "gemma3-12b": _named(
         *(32768, _GEMMA3, 48, 3840, 16, 8, 256, 15360, 262208),
-        tied=True,
+        **_GEMMA_BLOCK,
         qk_norm=True,
-        activation="gelu_tanh",
         window=1024,
         windowed_layers=40,
     ),
     "gemma3-27b": _named(
         *(32768, _GEMMA3, 62, 5376, 32, 16, 128, 21504, 262208),
-        tied=True,
+        **_GEMMA_BLOCK,
         qk_norm=True,
-        activation="gelu_tanh",
         window=1024,
         windowed_layers=52,
     ),
