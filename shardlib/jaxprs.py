@@ -36,6 +36,21 @@ def subprograms(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield jaxpr
 
 
+def equations(jaxpr: Jaxpr, runs: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Yields all equations of a program, including inner ones, with their number of runs. Loops of
+    unknown length count once."""
+    for equation in jaxpr.eqns:
+        yield equation, runs
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in subprograms(equation):
+            yield from equations(inner, runs * times)
+
+
+def holds(jaxpr: Jaxpr, *names: str) -> bool:
+    """Whether a program, or one inside it, has one of some primitives."""
+    return any(equation.primitive.name in names for equation, _ in equations(jaxpr))
+
+
 class Atom(Protocol):
     """An operand of an operation: a `Value`, or a `Literal` of JAX."""
 

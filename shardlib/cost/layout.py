@@ -1,6 +1,7 @@
 """Layout of a step over devices, and the software that runs it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -140,3 +141,10 @@ SHARDLIB = Software(
     exchanges_vectors=True,
     rerun_chunks=True,
 )
+
+
+@functools.lru_cache(4096)
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -30,9 +30,9 @@ from shardlib.jaxprs import (
     Value,
     array_of,
     flatten,
+    holds,
     is_literal,
     scan_parts,
-    subprograms,
 )
 from shardlib.partitioner.factors import ELEMENTWISE, Dim, Factors, factors_of
 
@@ -139,7 +139,7 @@ class TracedAxes:
         """Activations that the backward pass reads again, in order."""
         self.layers: list[int] = []
         """The dims of stacked tensors of which a loop takes one layer in each trip."""
-        self.recomputes = _recomputes(closed.jaxpr)
+        self.recomputes = holds(closed.jaxpr, *REMAT)
         """Whether the backward pass computes layers again."""
         self._times = 1.0
         """How often the operations at hand run."""
@@ -375,13 +375,6 @@ class TracedAxes:
     def _again(self, operation: Operation, operands: Sequence[Tensor]) -> list[Tensor]:
         """A recomputation in the backward pass."""
         return self._run(operation.params["jaxpr"], operands)
-
-
-def _recomputes(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in REMAT or any(map(_recomputes, subprograms(equation)))
-        for equation in jaxpr.eqns
-    )
 
 
 _WALKS = {

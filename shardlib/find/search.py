@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 
 from shardlib.cost.costs import RUNTIME_BYTES
-from shardlib.cost.layout import AXES, SHARDLIB, Layout
+from shardlib.cost.layout import AXES, SHARDLIB, Layout, divisors
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.pricing import by_joint_axes
@@ -74,8 +74,7 @@ class Search:
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows."""
         devices, domain = self.cluster.num_devices, self.cluster.devices_per_domain
-        divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-        for tensor, data in itertools.product(divisors, divisors):
+        for tensor, data in itertools.product(divisors(devices), repeat=2):
             fsdp, left = divmod(devices, tensor * data)
             if left == 0 and tensor <= domain:
                 yield {"data": data, "fsdp": fsdp, "tensor": tensor}

@@ -34,7 +34,7 @@ class Shard:
 
 
 class Lowering:
-    """Runs programs on shards. With `ordered`, loops wait for collectives, which CPU devices need."""
+    """Runs programs on shards. With `ordered`, loops wait for collectives, as CPU devices need."""
 
     def __init__(self, sizes: Sizes, *, ordered: bool = False):
         self.sizes = sizes

@@ -19,14 +19,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardlib.cost.costs import Memory, StepTime
-from shardlib.cost.layout import Layout
+from shardlib.cost.layout import Layout, divisors
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.transformer import communication, computation
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers
-from shardlib.plan.workloads.transformer import TransformerWorkload, divisors
+from shardlib.plan.workloads.transformer import TransformerWorkload
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import summarize
 from jax.typing import DTypeLike
 
-from shardlib.testing.traced import equations, inner_programs, shape_of
+from shardlib.jaxprs import equations
+from shardlib.testing.traced import inner_programs, shape_of
 
 Change = Callable[[np.ndarray], np.ndarray]
 """A function that changes the initial value of a parameter."""

@@ -1,4 +1,4 @@
-"""Walks over a traced step: its equations, and the order in which it uses its arguments."""
+"""The order in which a traced step uses its arguments."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -32,15 +32,6 @@ class Use(NamedTuple):
 
 LAST = Use((2**31,))
 """The use of an unused argument."""
-
-
-def equations(jaxpr: Jaxpr, trips: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yields all equations of a program, including inner ones, with their number of runs."""
-    for equation in jaxpr.eqns:
-        yield equation, trips
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in subprograms(equation):
-            yield from equations(inner, trips * times)
 
 
 def shape_of(value: Var | Literal) -> tuple[int, ...]:

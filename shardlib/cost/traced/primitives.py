@@ -22,7 +22,7 @@ from shardlib.cost.traced.layout import (
     replicated,
     reshaped,
 )
-from shardlib.jaxprs import subprograms
+from shardlib.jaxprs import equations
 
 Laids = list[ValueSharding]
 Rule = Callable[[Spreading, Equation, Laids], Laids]
@@ -292,12 +292,10 @@ PARAMS_TABLE = "params of "
 def constrained_names(jaxpr: Jaxpr) -> set[str]:
     """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
     logical_axes: set[str] = set()
-    for equation in jaxpr.eqns:
+    for equation, _ in equations(jaxpr):
         if equation.primitive.name == "sharding_constraint":
             names, _ = logical_axes_of(equation)
             logical_axes |= {name for name in names or () if name}
-        for program in subprograms(equation):
-            logical_axes |= constrained_names(program)
     return logical_axes
 
 

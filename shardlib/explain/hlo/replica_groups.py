@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from shardlib.cost.layout import divisors
 from shardlib.explain.hlo.text import Instruction
 
 KINDS = (
@@ -29,7 +30,7 @@ def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
     names = list(sizes)
     axes_by_groups: dict[Groups, tuple[str, ...]] = {}
     for name, size in sizes.items():
-        for before, width in itertools.product(_divisors(size), repeat=2):
+        for before, width in itertools.product(divisors(size), repeat=2):
             if width > 1 and size % (before * width) == 0:
                 dim = names.index(name)
                 shape = (*ids.shape[:dim], before, width, -1, *ids.shape[dim + 1 :])
@@ -39,10 +40,6 @@ def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
     return axes_by_groups | {
         as_groups(_along(ids, [names.index(name) for name in subset])): subset for subset in subsets
     }
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]
 
 
 def _along(ids: np.ndarray, dims: list[int]) -> Rows:

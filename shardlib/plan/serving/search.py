@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, StepTime, usable
-from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.layout import SHARDLIB, Layout, divisors
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.kernels import padded
 from shardlib.cost.machine.measured import check_known, software_on
@@ -279,8 +279,8 @@ def replicas_of(model: ServedModel, question: ServingQuestion) -> list[Replica]:
     cluster, found = question.cluster, []
     devices = cluster.num_devices
     experts = model.dims.experts
-    for tensor in _divisors(devices):
-        for expert in _divisors(devices // tensor) if experts else (1,):
+    for tensor in divisors(devices):
+        for expert in divisors(devices // tensor) if experts else (1,):
             data = devices // (tensor * expert)
             if data % cluster.num_slices:
                 continue
@@ -292,10 +292,6 @@ def replicas_of(model: ServedModel, question: ServingQuestion) -> list[Replica]:
                 continue
             found.append(Replica(model, question, layout, weights, pages))
     return sorted(found, key=lambda one: -one.over(1, CHUNKS[0]))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _up(number: int, multiple: int) -> int:

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, Memory, StepTime
@@ -22,7 +21,7 @@ from shardlib.cost.traced.step import TracedStep, shards
 from shardlib.errors import RuleError
 from shardlib.functional.precision import Precision
 from shardlib.hardware import Cluster
-from shardlib.jaxprs import subprograms
+from shardlib.jaxprs import holds
 from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes
 from shardlib.rules import STANDARD, AxisRules
@@ -137,7 +136,7 @@ class TracedWorkload:
     @functools.cached_property
     def _draws(self) -> bool:
         """Whether the program draws random numbers."""
-        return any(equation.primitive.name in _DRAWS for equation in _equations(self.step.gradient))
+        return holds(self.step.gradient, *_DRAWS)
 
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the only choice: the program as the model wrote it."""
@@ -252,13 +251,6 @@ class TracedWorkload:
             for one in places.values()
         )
         return 3.0 * width * max(sizes, default=0.0)
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for body in subprograms(equation):
-            yield from _equations(body)
 
 
 def _stacked(placement: Placement) -> int:

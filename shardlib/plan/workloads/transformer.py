@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardlib.cost import pricing
 from shardlib.cost.costs import Memory, StepTime
-from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
+from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software, divisors
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import software_on
@@ -292,10 +292,3 @@ class TransformerWorkload:
             if experts.shared_mlp:
                 sizes.append((experts.shared_mlp, f"the shared expert of {experts.shared_mlp}"))
         return sizes
-
-
-@functools.lru_cache(4096)
-def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
-from shardlib.jaxprs import subprograms
+from shardlib.jaxprs import holds
 from shardlib.nn.stack import LayerStack, intercept
 from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.execute import AXIS, CutLoss, Leaves, Part, Reads, Span, when
@@ -98,7 +98,7 @@ def trace_loss(
     _check_divided(reads, layers, own)
     reads = reads._replace(chunk=reads.chunk - layers)
     sends, constrains = (
-        any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
+        any(holds(traced.jaxpr, name) for traced in (first, middle, last))
         for name in ("ppermute", "sharding_constraint")
     )
     return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains, (first, last))
@@ -246,14 +246,6 @@ def _is_extended(x: jax.Array) -> bool:
 
 def _num_layers(stack: LayerStack) -> int:
     return jax.tree.leaves(stack.state)[0].shape[0]
-
-
-def _holds(jaxpr: Jaxpr, name: str) -> bool:
-    """Returns whether a program or one of its subprograms contains a primitive."""
-    return any(
-        equation.primitive.name == name or any(_holds(s, name) for s in subprograms(equation))
-        for equation in jaxpr.eqns
-    )
 
 
 def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:
