@@ -20,6 +20,8 @@ def faults_of_size(config: Any, data: DataSpec, name: str, what: str) -> list[st
     if ours is None or theirs is None or theirs <= ours:
         return []
     fix = "raise it or leave it out."
-    if config.init_from is not None:
+    if name == "num_classes" and config.init_from is not None:
+        fix = f"set it to {theirs} for a new head on {config.init_from}."
+    elif config.init_from is not None:
         fix = f"give data of at most {ours} {what}, or raise it if {config.init_from} lacks it."
     return [f"the data have {theirs} {what}, but {name}={ours}; {fix}"]

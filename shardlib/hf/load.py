@@ -15,7 +15,7 @@ from shardlib.functional.protocol import nested
 from shardlib.hf.description import Description, describe
 from shardlib.hf.dropout import warn_of_lacking
 from shardlib.hf.loaded import Loaded
-from shardlib.hf.matching import check_floating, matched, without_head
+from shardlib.hf.matching import check_floating, has_new_classes, matched, without_head
 from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
@@ -73,9 +73,9 @@ def read_params(
 ) -> dict[str, jax.Array]:
     """Returns arrays of a folder by path, each on its shards.
 
-    If the folder holds another architecture than the model, the parameters of the model's own head
-    are left out, and so are the tensors of the other head; both are logged, and so is the dropout
-    that training lacks.
+    If the folder holds another architecture than the model, or a head of other classes, the
+    parameters of the model's own head are left out, and so are the tensors of the other head; both
+    are logged, and so is the dropout that training lacks.
 
     Args:
         found: The folder.
@@ -91,7 +91,7 @@ def read_params(
     layout = TensorTable(described.table(found.config), known)
     tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
     warn_of_lacking(found)
-    if found.held is not None:
+    if found.held is not None or has_new_classes(layout, found):
         layout, described = without_head(layout, tensors, found)
         placed = {path: sharding for path, sharding in placed.items() if path in layout.params}
     names = matched(layout, tensors, described, found.config)

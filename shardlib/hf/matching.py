@@ -18,6 +18,7 @@ from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import TensorTable
 
 _LOG = logging.getLogger(__name__)
+_CLASSES = "classes"
 
 
 def matched(
@@ -94,9 +95,9 @@ def without_head(
     layout: TensorTable, tensors: Tensors, found: Description
 ) -> tuple[TensorTable, Architecture]:
     """Returns the table without the head of the model, and its architecture, which ignores the head
-    of the folder: another one. Logs both."""
-    described, held, config = found.architecture, found.held, found.config
-    assert held is not None, "the folder holds another architecture"
+    of the folder: another one, or one of another number of classes. Logs both."""
+    described, config = found.architecture, found.config
+    held = found.held or described
     theirs = {row.theirs for row in held.table(config)}
     ours = {row.theirs for row in layout.rows.values()}
     lacking = {
@@ -104,7 +105,12 @@ def without_head(
     }
     new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
     left = {one for name in theirs - ours for one in _aliases(name, held, ())}
-    left |= set(held.tied.values())
+    if found.held is not None:
+        left |= set(held.tied.values())
+    if has_new_classes(layout, found):
+        resized = {path for path, one in layout.params.items() if _CLASSES in one.axes}
+        new |= resized
+        left |= {layout.rows[path].theirs for path in resized}
     _LOG.warning(
         "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
         *(found.folder, held.name),
@@ -115,6 +121,13 @@ def without_head(
     ignored = (*described.ignored, *held.ignored, *left)
     table = TensorTable(described.table(config), kept)
     return table, dataclasses.replace(described, ignored=ignored)
+
+
+def has_new_classes(layout: TensorTable, found: Description) -> bool:
+    """Returns whether a model has another number of classes than the config.json of its folder."""
+    told = getattr(found.config, "num_classes", None)
+    sizes = {one.sizes[_CLASSES] for one in layout.params.values() if _CLASSES in one.axes}
+    return told is not None and sizes != {told}
 
 
 def is_floating(dtype: DTypeLike) -> bool:

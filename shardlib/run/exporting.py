@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -100,7 +101,7 @@ def _save(
         architecture = found.architecture.name
         # What the folder says of classes and tokens holds for the same head and tokenizer alone.
         is_same = found.held is None and _has_tokenizer(found.folder, tokenizer)
-        kept = found.source if is_same else None
+        kept = _without_old_classes(found, model) if is_same else None
     if found is not None and dtype is None:
         held = found.source.get("torch_dtype") or found.source.get("dtype")
         dtype = held if held in _DTYPES else None
@@ -111,6 +112,13 @@ def _save(
     if isinstance(tokenizer, JsonTokenizer):
         _add_tokenizer(tokenizer, folder, origin, parts.family.generate is not None)
     _add_pixels(parts.config, parts.data, folder, origin)
+
+
+def _without_old_classes(found: hf.Description, model: Any) -> dict[str, Any]:
+    """Returns the contents of config.json, without the names of classes of a replaced head."""
+    same = getattr(found.config, "num_classes", None) == getattr(model.config, "num_classes", None)
+    names = () if same else ("id2label", "label2id")
+    return {name: value for name, value in found.source.items() if name not in names}
 
 
 def _origin(config: RunConfig) -> hf.Description | None:

@@ -12,6 +12,8 @@ from shardlib.errors import ConfigError, did_you_mean
 from shardlib.registry import families, family, sizes
 
 TOKENIZER = "tokenizer.json"
+_FREE = ("dropout", "num_classes")
+"""Fields of which the weights fit another value; a head of other classes is drawn at random."""
 
 
 def implied(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +72,8 @@ def sized(size: str, name: str | None = None) -> dict[str, Any]:
 def check_agrees(found: Any, model: Any) -> None:
     """Raises `ConfigError` with every field of a model that differs from its folder.
 
-    Fields that `config.json` does not decide, such as remat, are free, and so is dropout.
+    Fields that `config.json` does not decide, such as remat, are free, and so are dropout and
+    the number of classes.
     """
     faults = list(_differences(found.fields, found.config, model, ""))
     if faults:
@@ -137,5 +140,5 @@ def _differences(fields: Mapping[str, Any], held: Any, given: Any, path: str) ->
         theirs, ours = getattr(held, name), getattr(given, name)
         if isinstance(value, Mapping) and theirs is not None and ours is not None:
             yield from _differences(value, theirs, ours, f"{path}{name}.")
-        elif theirs != ours and name != "dropout":  # Another rate fits the same weights.
+        elif theirs != ours and name not in _FREE:
             yield f"{path}{name} is {ours!r}, there {theirs!r}"

@@ -13,6 +13,7 @@ from shardlib.checkpoint import SavedCheckpoints
 from shardlib.config import load
 from shardlib.data import read_tokenizer
 from shardlib.data.tokenizer import train_bpe
+from shardlib.errors import ConfigError
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
@@ -122,6 +123,32 @@ def test_a_model_of_images_is_imported_without_images(shardlib, tmp_path, name):
     assert shardlib("export", out, "--out", tmp_path / "out")[::2] == (0, "")
     exported = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert exported == (source / "model.safetensors").read_bytes()
+
+
+def test_a_head_of_other_classes_is_drawn_at_random(shardlib, tmp_path, caplog):
+    source, out = tmp_path / "source", tmp_path / "out"
+    sizes = {"num_layers": 2, "embed_dim": 32, "patch_size": 2, "num_classes": 3}
+    hf.save(vit.make(vit.VitConfig(**sizes), DataSpec(image_shape=(8, 8, 1)), nnx.Rngs(0)), source)
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": dict.fromkeys("012")}))
+    words = [
+        *(f"run_dir={tmp_path / 'run'}", f"model.init_from={source}", "data.path=builtin:digits"),
+        *("train.global_batch=8", "train.steps=1", "eval.every_steps=0", "mesh=fsdp=8"),
+        *("optimizer.learning_rate=1e-30", "optimizer.weight_decay=0"),
+    ]
+    with pytest.raises(ConfigError, match=r"10 classes, but num_classes=3; set it to 10"):
+        run.train(load(RunConfig, None, words))
+    params = named_leaves(run.train(load(RunConfig, None, [*words, "model.num_classes=10"])).state)
+    assert "head/bias, head/kernel are drawn at random" in caplog.text
+    assert "classifier.weight, classifier.bias are not read" in caplog.text
+    loaded = named_leaves(nnx.to_pure_dict(nnx.state(hf.load(source).model, nnx.Param)))
+    for name, leaf in loaded.items():
+        if not name.startswith("head"):
+            np.testing.assert_allclose(params[f"params/{name}"], leaf, rtol=0, atol=1e-29)
+    assert shardlib("export", tmp_path / "run", "--out", out)[0] == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_labels"], "id2label" in config) == (10, False)
+    assert hf.load(out).config.num_classes == 10
 
 
 def test_an_end_of_text_that_the_folder_does_not_name(shardlib, folder, tmp_path):
