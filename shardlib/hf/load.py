@@ -73,9 +73,8 @@ def read_params(
 ) -> dict[str, jax.Array]:
     """Returns arrays of a folder by path, each on its shards.
 
-    If the folder holds another architecture than the model, or a head of other classes, the
-    parameters of the model's own head are left out, and so are the tensors of the other head; both
-    are logged, and so is the dropout that training lacks.
+    If the folder has another head than the model, the parameters of the model's own are left out,
+    and so are the tensors of the other; both are logged, and so is dropout that training lacks.
 
     Args:
         found: The folder.

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from shardlib.hf.tensor_table import TensorTable
 
 _LOG = logging.getLogger(__name__)
 _CLASSES = "classes"
+_VARIANCE = "running_var"
 
 
 def matched(
@@ -145,3 +146,10 @@ def check_floating(dtype: DTypeLike | None) -> None:
             f"dtype={dtype!r} is not a floating-point dtype.\n"
             "  Write it as 'bfloat16', or leave it out for the dtypes of the parameters."
         )
+
+
+def counters(names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Returns what torch keeps with each running variance, so that no tensor is missing there:
+    the number of batches seen, on which nothing depends; here 0."""
+    of = (name.removesuffix(_VARIANCE) for name in names if name.endswith(_VARIANCE))
+    return {f"{one}num_batches_tracked": np.zeros((), np.int64) for one in of}

@@ -1,6 +1,7 @@
 """Saving a model as a Hugging Face folder, one tensor at a time."""
 
 import functools
+import itertools
 import json
 import operator
 import shutil
@@ -18,7 +19,7 @@ from shardlib.functional import functional
 from shardlib.hf.architecture import described_as
 from shardlib.hf.load import parameters
 from shardlib.hf.loaded import Loaded
-from shardlib.hf.matching import check_floating
+from shardlib.hf.matching import check_floating, counters
 from shardlib.hf.new_folder import filled, on_first_process, refuse_full
 from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
 from shardlib.hf.tensor_table import TensorTable
@@ -67,8 +68,7 @@ def save(
 
     Raises:
         CheckpointError: If the folder is not empty, or cannot be written.
-        ModelError: If no architecture of its family can express the model, or `dtype` is not one of
-            floating-point numbers.
+        ModelError: If no architecture can express the model, or `dtype` is of other numbers.
     """
     check_floating(dtype)
     folder, model = Path(folder).resolve(), getattr(source, "model", source)
@@ -87,8 +87,8 @@ def save(
     # The tensors that are written have all their bits.
     config.pop("quantization_config", None)
     copied = [loaded.folder / name for name in COPIED] if loaded else []
-    named = folder, layout, arrays, "config.json", config, copied
-    write_folder(*named, dtypes=dtypes, max_file_bytes=max_file_bytes)
+    named = folder, layout, arrays, "config.json", config, copied, dtypes
+    write_folder(*named, max_file_bytes=max_file_bytes)
 
 
 def _updated(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def write_folder(
     config_name: str,
     config: Mapping[str, Any],
     copied: Sequence[Path] = (),
-    *,
     dtypes: Mapping[str, np.dtype] | None = None,
+    *,
     max_file_bytes: int = MAX_FILE_BYTES,
     single: str = SINGLE,
 ) -> None:
@@ -133,6 +133,9 @@ def write_folder(
     dtypes = dtypes or {path: array.dtype for path, array in arrays.items()}
     specs = {name: (shape, dtypes[path]) for name, shape, path in layout.tensors()}
     tensors = layout.write(lambda view, path, at: _fill(view, arrays[path], at), specs)
+    added = counters(specs)
+    specs |= {name: (array.shape, array.dtype) for name, array in added.items()}
+    tensors = itertools.chain(tensors, added.items())
 
     def gather_rest() -> None:
         for _ in tensors if jax.process_count() > 1 else ():
