@@ -21,12 +21,8 @@ def is_import_path(value: object) -> bool:
 
 
 def imported(path: str, expected: str, accepts: Callable[[Any], bool]) -> Any:
-    """Returns the object that an import path names. The module is imported once per process.
-
-    Args:
-        path: `module:name`.
-        expected: The kind of object, with its article, for the message.
-        accepts: Whether an object is of that kind.
+    """Returns the object that an import path `module:name` names, of a kind that is `expected`
+    (with its article, for the message). The module is imported once per process.
 
     Raises:
         ConfigError: If the path is malformed, its module is missing or cannot be imported, or its

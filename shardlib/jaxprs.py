@@ -122,13 +122,9 @@ def _more_dims(outside: Sequence[Any], inside: Sequence[Var]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def flatten(jaxpr: Jaxpr, fenced: bool = False) -> FlatProgram:
-    """Returns a jaxpr with its calls inlined and dead code removed.
-
-    Args:
-        jaxpr: An open jaxpr.
-        fenced: Whether to keep calls that recompute and must not be merged with the first
-            computation: the backward pass of a `jax.checkpoint`.
-    """
+    """Returns an open jaxpr with its calls inlined and dead code removed. If `fenced`, calls stay
+    that recompute and must not be merged with the first computation: the backward pass of a
+    `jax.checkpoint`."""
     inputs = tuple(Value(array_of(var)) for var in (*jaxpr.constvars, *jaxpr.invars))
     operations: list[Operation] = []
     outputs = _write(jaxpr, inputs, "", None, operations, fenced)

@@ -330,17 +330,12 @@ def kept(
     config: CheckpointConfig,
     unhealthy: Container[int] = (),
 ) -> set[int]:
-    """Returns the steps that any of the policies keeps, and the newest healthy step.
+    """Returns the steps that any of the policies keeps, and the newest healthy step. A tie between
+    checkpoints goes to the newer one; a checkpoint without the metric is never the best.
 
     A run saves `"healthy": false` with a state that is not fit to go back to, because the run is in
     the middle of updates that it rejects. These checkpoints count like all others, but the newest
     healthy checkpoint is kept as well.
-
-    Args:
-        metrics: The metrics saved with every existing checkpoint, by step.
-        config: The policies. A tie between checkpoints goes to the newer one; a checkpoint without
-            the metric is never the best.
-        unhealthy: Steps that are not fit to go back to.
     """
     stay = set(sorted(metrics)[-config.keep :])
     stay |= set(sorted(step for step in metrics if step not in unhealthy)[-1:])

@@ -63,14 +63,12 @@ class Pending:
 
 
 def dispatch(leaves: Mapping[str, Leaf]) -> Pending:
-    """Starts to compute the fingerprints of leaves, and returns before they are ready.
+    """Starts to compute the fingerprints of arrays (typed PRNG keys too) and numbers by path, and
+    returns before they are ready.
 
     One compiled program reads the arrays on the same devices. Numpy arrays, numbers, and arrays on
     one of several processes are read on the host before this returns. Every process must call this
     with the same leaves, in the same order relative to its other programs.
-
-    Args:
-        leaves: Arrays (including typed PRNG keys) and numbers by path.
     """
     from shardlib.runtime.distributed import must_block
 

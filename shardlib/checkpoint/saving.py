@@ -36,13 +36,9 @@ THREAD_NAME = "shardlib-save"
 class Saving:
     """A save in flight; every process makes one for the same step.
 
-    Args:
-        directory: Directory of the checkpoints.
-        peers: The processes.
-        writer: Writes the arrays.
-        draft: The manifest without fingerprints and files, which `_complete` adds.
-        after: Called by the first process once the checkpoint is in place, in the thread of the
-            save; it must not fail. It has to make the new name survive a power loss.
+    `draft` is the manifest without fingerprints and files, which `_complete` adds. `after` is
+    called by the first process once the checkpoint is in place, in the thread of the save; it must
+    not fail. It has to make the new name survive a power loss.
     """
 
     def __init__(

@@ -69,11 +69,7 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits the process.
-
-    Args:
-        arguments: Arguments after the program name; default `sys.argv[1:]`.
-    """
+    """Runs the command line, by default `sys.argv[1:]`, and exits the process."""
     _look_in_current_directory()
     if not any(map(glob.glob, _TPU_DEVICE_FILES)):
         os.environ.update(_TPU_ENVIRONMENT | os.environ)

@@ -52,12 +52,9 @@ def plan_serving(
 
 
 def arguments_of(options: dict[str, Any], others: dict[str, Any], verb: str) -> dict[str, Any]:
-    """Returns the options about serving that are given, before a model is traced.
+    """Returns the options about serving that are given (not None), before a model is traced.
 
-    Args:
-        options: Arguments of `sl.plan_serving` or `explain_serving`; None where it has a default.
-        others: Options about training, by name.
-        verb: What the command does.
+    `others` are options about training, by name; `verb` is what the command does.
 
     Raises:
         ConfigError: If an option about training is given.

@@ -177,12 +177,8 @@ def usable(capacity_bytes: float) -> float:
 
 
 def peak(throughout: Mapping[str, float], phases: Iterable[Mapping[str, float]]) -> Memory:
-    """Returns the memory in the phase of a step that holds most.
-
-    Args:
-        throughout: Bytes by category of `Memory`, as held during the whole step.
-        phases: The categories of which a phase holds another number of bytes.
-    """
+    """Returns the memory in the phase of a step that holds most. `throughout` are bytes by category
+    of `Memory`; each phase has the categories of which it holds another number."""
     return Memory(**max(({**throughout, **phase} for phase in phases), key=_total))
 
 

@@ -169,11 +169,8 @@ class JsonTokenizer(Tokenizer):
         """Returns the `tokenizers.Encoding` of each text or pair of texts, with the special tokens
         that the file puts around them: `[CLS] text [SEP]` or `[CLS] text [SEP] text [SEP]` in BERT.
 
-        Args:
-            texts: Texts, or pairs of texts.
-            max_tokens: The length at which an encoding is cut; the rest is in its `overflowing`.
-            stride: Tokens that a cut encoding shares with the next one.
-            cut: Which text of a pair is cut.
+        An encoding is cut at `max_tokens`, and the rest is in its `overflowing`, which begins with
+        its last `stride` tokens. `cut` says which text of a pair is cut.
         """
         if max_tokens is not None:
             self._tokenizer.enable_truncation(max_tokens, stride=stride, strategy=cut)
@@ -294,9 +291,8 @@ def _framed_by_bert(tokenizer: Any) -> JsonTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Returns a byte-level BPE tokenizer trained on texts; equal texts give equal tokenizers.
 
-    Args:
-        texts: The texts. Words of more than 4,096 characters are cut.
-        vocab_size: Requested entries, at least 257. It has fewer if no pair is left to merge.
+    It has `vocab_size` entries, at least 257, or fewer if no pair is left to merge. Words of more
+    than 4,096 characters are cut.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
     units", 2016; Radford et al., "Language models are unsupervised multitask learners", 2019

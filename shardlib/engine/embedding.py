@@ -10,13 +10,8 @@ from jaxtyping import Array, Bool, Float
 def embeddings(
     features: Callable[[], Float[Array, "groups rows features"]], is_wanted: Bool[Array, ""]
 ) -> Float[Array, "groups rows features"]:
-    """Returns features as float32 vectors of length 1.
-
-    Args:
-        features: Computes the features of rows, in any floating-point dtype. It runs if they are
-            wanted.
-        is_wanted: Whether any request wants its embedding; otherwise they are 0.
-    """
+    """Returns features as float32 vectors of length 1. `features` computes them for rows, in any
+    floating-point dtype, if any request wants its embedding; otherwise they are 0."""
 
     def units() -> jax.Array:
         x = features().astype(jnp.float32)

@@ -13,13 +13,8 @@ from shardlib.errors import ModelError, require
 
 
 class GrammarReader:
-    """Reads grammars over the tokens of one tokenizer.
-
-    Args:
-        tokenizer: It has `to_json` or `to_str`, which returns the text of a tokenizer.json.
-        ends: Tokens that end an answer.
-        vocab_size: Tokens of the model.
-    """
+    """Reads grammars over the tokens of one tokenizer, whose `to_json` or `to_str` returns the text
+    of a tokenizer.json. The tokens `ends` end an answer."""
 
     def __init__(self, tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int):
         self._tokenizer, self._ends, self._vocab_size = tokenizer, list(ends), vocab_size

@@ -88,10 +88,6 @@ class PagePool:
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the key of a full page: a digest of its tokens and of all before them.
-
-    Args:
-        parent: The key of the page before; of the first page, what else decides its content.
-        tokens: The tokens of the page.
-    """
+    """Returns the key of a full page: a digest of its tokens and of all before them. `parent` is
+    the key of the page before; of the first page, what else decides its content."""
     return hashlib.blake2b(parent + np.asarray(tokens, np.int64).tobytes(), digest_size=16).digest()

@@ -206,13 +206,8 @@ class Arranger:
         *,
         least_lanes: int = 0,
     ) -> StepArrays:
-        """Returns a step as arrays.
-
-        Args:
-            step: The step.
-            added: What is added to the logits of sequences: [vocab] each.
-            least_lanes: Lanes that its program has at least.
-        """
+        """Returns a step as arrays, for a program of `least_lanes` lanes at least. `added` is what
+        is added to the logits of sequences, [vocab] each."""
         most = max(least_lanes, *(len(group.lanes) for group in step.groups))
         lanes = next(n for n in self.sizes.lane_counts if n >= most)
         parts = [self._of_group(group, lanes) for group in step.groups]

@@ -17,13 +17,8 @@ def prompt_scores(
     is_wanted: Bool[Array, ""],
 ) -> Drawn:
     """Returns the log probability of the token after each row, and the likeliest tokens there.
-
-    Args:
-        logits: Computes the logits of rows, in any floating-point dtype. It runs if they are
-            wanted.
-        targets: The token after each row.
-        is_wanted: Whether any request wants the scores of its prompt; otherwise they are 0.
-    """
+    `logits` computes the logits of rows, in any floating-point dtype, if any request wants the
+    scores of its prompt; otherwise they are 0."""
     most = min(MOST_LOGPROBS, jax.eval_shape(logits).shape[-1])
 
     def of_rows(logits: jax.Array, targets: jax.Array) -> Drawn:

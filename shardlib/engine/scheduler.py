@@ -263,13 +263,9 @@ class Scheduler:
             sequence.is_stale = True
 
     def restart(self, sequences: Iterable[SequenceState], *, is_careful: bool = False) -> None:
-        """Begins with an empty cache: `sequences` wait, with the tokens that they have.
-
-        Args:
-            sequences: All sequences that are not complete.
-            is_careful: Whether they are admitted one at a time, so that one which breaks a step is
-                found.
-        """
+        """Begins with an empty cache: `sequences`, all that are not complete, wait with the tokens
+        that they have. If `is_careful`, they are admitted one at a time, so that one which breaks a
+        step is found."""
         self._trial, self._careful_until = None, self._count if is_careful else 0
         self._groups = [_Group(*self._sizes) for _ in self._groups]
         self.waiting = []

@@ -172,14 +172,8 @@ def _layout(placement: Placement, *, stored: bool = False) -> ValueLayout:
 def _counted(
     program: Jaxpr, is_param: Sequence[bool], layout: Layout, batch: Sequence[str]
 ) -> Tally:
-    """Returns the costs of the program of one device.
-
-    Args:
-        program: The program.
-        is_param: Whether each argument is a parameter.
-        layout: The mesh.
-        batch: The mesh axes of the batch: sums over them in the backward pass are of gradients.
-    """
+    """Returns the costs of the program of one device. `batch` are the mesh axes of the batch: sums
+    over them in the backward pass are of gradients."""
     laids = [
         dataclasses.replace(replicated(var.aval), is_param=one)  # type: ignore[arg-type]
         for var, one in zip(program.invars, is_param, strict=True)

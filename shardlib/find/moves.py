@@ -28,14 +28,8 @@ class Network:
     def move(
         self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str] = frozenset()
     ) -> float:
-        """Returns the seconds to bring a tensor from one layout to another.
-
-        Args:
-            num_bytes: Bytes of the whole tensor.
-            have: The present layout.
-            want: The new layout.
-            pending: Axes along which the pieces are terms of a sum that has to be taken.
-        """
+        """Returns the seconds to bring a tensor, of `num_bytes` in all, from one layout to another.
+        The pieces are terms of a sum that has to be taken along the axes `pending`."""
         key = num_bytes, have, want, pending
         if key not in self._moves:
             self._moves[key] = self._move(*key)

@@ -147,12 +147,8 @@ def _name(
 
 
 def _table(rules: Mapping[str, tuple[str, ...]], partly: Set[str]) -> dict[str, Any]:
-    """Returns a table for `AxisRules`, with the rules that cut first.
-
-    Args:
-        rules: The mesh axes of each name.
-        partly: Names that may also be whole.
-    """
+    """Returns a table for `AxisRules`, with the rules that cut first; the names `partly` may also
+    be whole."""
     ordered = sorted(rules.items(), key=lambda item: not item[1])
     return {
         name: [axes, None] if name in partly and axes else "+".join(axes) or None

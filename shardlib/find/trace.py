@@ -40,11 +40,7 @@ class TracedLoss:
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
-    """Returns the rules of `fsdp`, also for names that only the model knows.
-
-    Args:
-        axes: The logical axes that the model names, by path.
-    """
+    """Returns the rules of `fsdp`, also for names that only the model knows; `axes` are by path."""
     named = {name for names in axes.values() for name in names or () if name is not None}
     unknown = sorted(named.difference(name for name, _ in FSDP.params))
     return FSDP.override(params={name: ["fsdp", None] for name in unknown})

@@ -126,16 +126,9 @@ _product.defvjp(_forward_rule, _backward_rule)
 def _of_first(
     recipe: Recipe, dims: Dims, rank: int, gradient: jax.Array, other: jax.Array, *, first: bool
 ) -> jax.Array:
-    """Returns the gradient of one operand from the gradient of the result and the other operand.
-
-    Args:
-        recipe: The recipe.
-        dims: Dimension numbers in which this operand is the first.
-        rank: Its number of dims.
-        gradient: The gradient of the result.
-        other: The other operand.
-        first: Whether it is the first operand of the product too.
-    """
+    """Returns the gradient of one operand from the gradient of the result and the other operand. In
+    `dims` this operand, with `rank` dims, is the first; `first` says whether it is so in the
+    product."""
     (mine, theirs), (batch, other_batch) = dims
     own = [dim for dim in range(rank) if dim not in (*mine, *batch)]
     free = [dim for dim in range(other.ndim) if dim not in (*theirs, *other_batch)]

@@ -27,13 +27,9 @@ class NnxFunctional:
     """The functional view of an NNX module."""
 
     def __init__(self, module: nnx.Module, wrt: Any = None, make: Make | None = None):
-        """Inspects a module, whose arrays may be traced and are not kept.
-
-        Args:
-            module: The module.
-            wrt: A filter of the variables to train; `nnx.Param` by default.
-            make: The function that made the module; None for a module in memory.
-        """
+        """Inspects a module, whose arrays may be traced and are not kept. `wrt` filters the
+        variables to train, by default `nnx.Param`; `make` made the module, or is None for one in
+        memory."""
         _refuse_loose_arrays(module)
         if make is not None:
             _refuse_placed_arrays(module)

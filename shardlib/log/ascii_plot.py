@@ -46,15 +46,9 @@ def plot(
     height: int = 8,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Returns the lines of a plot of `values` over `steps`, with labels at the ends of both axes.
-
-    Args:
-        steps: [n] increasing.
-        values: [n]; non-finite values leave gaps.
-        width: Characters per line of the drawing, without the axis labels.
-        height: Lines of the drawing.
-        ascii_only: Whether to use only ASCII characters.
-    """
+    """Returns the lines of a plot of values [n], with gaps for non-finite ones, over increasing
+    steps [n], with labels at the ends of both axes. `width` are characters of a line without the
+    labels."""
     across, down = (1, 1) if ascii_only else (2, 4)
     points = resample(values, width * across)
     if not any(math.isfinite(point) for point in points):

@@ -175,15 +175,9 @@ class Display:
         steps: Sequence[int] = (),
         losses: Sequence[float] = (),
     ) -> None:
-        """Prints the closing card: loss curve, final numbers and next commands.
-
-        Args:
-            title: Title such as `finished` or `stopped at step 120`.
-            results: Numbers and texts by name.
-            commands: Commands by purpose, printed without line breaks for copying.
-            steps: [n] the steps of the loss curve, in order.
-            losses: [n] their losses; non-finite values leave gaps.
-        """
+        """Prints the closing card: a title such as `finished` or `stopped at step 120`, the loss
+        curve (losses [n] at steps [n] in order, with gaps for non-finite values), final numbers,
+        and next commands by purpose, without line breaks for copying."""
         parts: list[RenderableType] = []
         if steps:
             width = max(20, min(_PLOT_WIDTH, self.console.width - 20))

@@ -105,12 +105,8 @@ class Loggers:
         self._call("start", run)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Calls `log` of all loggers.
-
-        Args:
-            step: The number of the step.
-            metrics: Numbers (including 0-d arrays) by name; a value of None is left out.
-        """
+        """Calls `log` of all loggers, with numbers (including 0-d arrays) by name; None is left
+        out."""
         if self._loggers:
             floats = {name: float(x) for name, x in metrics.items() if x is not None}
             self._call("log", step, floats)
@@ -156,10 +152,8 @@ def unknown_loggers(names: Iterable[str]) -> list[str]:
 
 
 def logger_class(name: str) -> type[MetricsLogger]:
-    """Returns the class of a logger in `train.loggers`.
-
-    Args:
-        name: `tensorboard`, `wandb`, `mlflow`, or `package.module:Name`.
+    """Returns the class of a logger in `train.loggers`: `tensorboard`, `wandb`, `mlflow`, or
+    `package.module:Name`.
 
     Raises:
         ConfigError: If the class cannot be imported or lacks methods of a logger.

@@ -188,13 +188,9 @@ class StepTimer:
 def mfu(
     flops_per_step: float | None, step_seconds: float | None, peak_flops_total: float | None
 ) -> float | None:
-    """Returns the model-FLOPs utilisation in [0, 1], or None if an argument is unknown.
-
-    Args:
-        flops_per_step: Model FLOPs of one step, forward and backward, without recomputation, if
-            known.
-        step_seconds: Wall seconds of one step.
-        peak_flops_total: Peak FLOP/s of all devices in the dtype of the matmuls.
+    """Returns the model-FLOPs utilisation in [0, 1], or None if an argument is unknown. FLOPs are
+    of one step, forward and backward, without recomputation; the peak is of all devices, in the
+    dtype of the matmuls.
 
     Source: Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
     """

@@ -78,11 +78,8 @@ def join(whole: PyTree, part: PyTree) -> PyTree:
 
 
 def nothing(like: PyTree) -> PyTree:
-    """Returns the identity of `join`: zeros for sums, dtype limits for `Max` and `Min`.
-
-    Args:
-        like: A pytree of arrays or `ShapeDtypeStruct`s, and of aggregates of them.
-    """
+    """Returns the identity of `join` for a pytree of arrays or `ShapeDtypeStruct`s, and of
+    aggregates of them: zeros for sums, dtype limits for `Max` and `Min`."""
 
     def empty(x: Any) -> Any:
         if not _is_extreme(x):

@@ -171,16 +171,8 @@ class _Head:
         top: Float[Array, "parts batch length"] | None = None,
         with_sum: bool,
     ) -> Statistics:
-        """Returns the statistics [parts, batch, length] of the logits of one chunk.
-
-        Args:
-            x: The inputs of each part.
-            weights: Leaves [parts, size, ...], gathered, and whole ones.
-            labels: The labels.
-            chunk: The index of the chunk.
-            top: See `statistics`.
-            with_sum: Whether to sum the logits.
-        """
+        """Returns the statistics [parts, batch, length] of the logits of one chunk; see
+        `statistics` for `top`. Weights are leaves [parts, size, ...], gathered, and whole ones."""
         first = jnp.minimum(chunk * self.size, self.part_size - self.size)
         own = first + jnp.arange(self.size, dtype=jnp.int32)
         counted = own >= chunk * self.size if self.repeated else None
@@ -352,12 +344,8 @@ def _merged(*groups: Leaves) -> Leaves:
 
 
 def _joined(found: Statistics, sizes: Float[Array, " chunks"]) -> Statistics:
-    """Returns the statistics [batch, length] of all classes from the statistics of chunks.
-
-    Args:
-        found: Statistics [chunks, parts, batch, length].
-        sizes: The classes of a part that count in each chunk.
-    """
+    """Returns the statistics [batch, length] of all classes from the statistics of chunks,
+    [chunks, parts, batch, length]. `sizes` are the classes of a part that count in each chunk."""
     of_chunks = 0, 1
     tops = jax.lax.stop_gradient(found.top)
     top = jnp.max(tops, axis=of_chunks)

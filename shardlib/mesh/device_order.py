@@ -31,16 +31,11 @@ def count_groups(devices: Sequence[Any]) -> int:
 def arrange(
     devices: Sequence[Any], *, names: Sequence[str], outer: Sequence[int], inner: Sequence[int]
 ) -> np.ndarray:
-    """Returns the devices as an object array whose dim i has size `outer[i] * inner[i]`.
+    """Returns the devices as an object array whose dim i has size `outer[i] * inner[i]`: the
+    degrees across groups, and within a group.
 
     Groups (slices or hosts) are in index order, the last axis fastest. The devices of each group
     are placed by `mesh_utils.create_device_mesh`, which follows the torus.
-
-    Args:
-        devices: The devices, as many as the product of the degrees.
-        names: Axis names, for messages.
-        outer: Degrees across groups.
-        inner: Degrees within a group.
 
     Raises:
         MeshError: If the devices do not form the groups that the outer degrees ask for.

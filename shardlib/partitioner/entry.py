@@ -266,13 +266,9 @@ def _open(program: PartitionedProgram) -> Iterator[str]:
 def argument_layouts(
     specs: Specs, arguments: Sequence[PyTree], sizes: Sizes, params: Sequence[int]
 ) -> list[ValueLayout]:
-    """Returns the layouts of the leaves of all arguments.
-
-    Args:
-        specs: A spec for each argument, or a pytree of specs that is a prefix of the argument.
-        arguments: Pytrees of arrays and numbers.
-        sizes: Devices along each mesh axis.
-        params: Positions of arguments that hold parameters.
+    """Returns the layouts of the leaves of all arguments, which are pytrees of arrays and numbers.
+    Each has a spec, or a pytree of specs that is a prefix of it; the arguments at `params` hold
+    parameters.
 
     Raises:
         RuleError: If specs do not fit; the message lists all of them.

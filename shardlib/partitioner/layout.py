@@ -112,14 +112,8 @@ class _MoveStep(NamedTuple):
 
 
 def moved_bytes(size: float, have: ValueLayout, want: Dims, sizes: Sizes) -> float:
-    """Returns the bytes that a device receives in a move, by ring collectives.
-
-    Args:
-        size: Bytes of the whole value.
-        have: The present layout.
-        want: The dims of the new layout, which has no pending sum.
-        sizes: Devices along each mesh axis.
-    """
+    """Returns the bytes that a device receives in a move of a value of `size` bytes in all, by ring
+    collectives. The new layout has no pending sum."""
     if have.made or (have.dims == want and not have.pending):
         return 0.0
     shard = size / degree(have.axes, sizes)
@@ -224,13 +218,7 @@ def scattered(
 
 def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> jax.Array:
     """Returns the shard in layout `want` from the shard in layout `have`, inside a manual region.
-
-    Args:
-        x: This device's shard.
-        have: The present layout.
-        want: The new layout. Its pending axes are among the pending axes of `have`.
-        sizes: Devices along each mesh axis.
-    """
+    The pending axes of `want` are among the pending axes of `have`."""
     assert want.pending <= have.pending, f"{have} cannot become {want}"
     for step in _move_steps(have.dims, have.pending - want.pending, want.dims):
         if step.kind == "scatter":

@@ -200,11 +200,7 @@ def too_slow(
 
 def beyond_default_share(plans: Iterable[Iterable[tuple[Cluster, float]]]) -> list[str]:
     """Returns notes on the memory fraction to set for plans that exceed JAX's default share of a
-    GPU.
-
-    Args:
-        plans: Per plan, in order, its clusters and the bytes that a device of each holds.
-    """
+    GPU. Each plan is its clusters and the bytes that a device of each holds."""
     beyond: dict[str, list[str]] = {}
     for number, devices in enumerate(plans, 1):
         for cluster, held_bytes in devices:

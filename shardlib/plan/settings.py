@@ -47,14 +47,9 @@ def rules(layout: Layout) -> str | dict[str, Any]:
 def settings(
     plan: Plan, num_layers: int, *, batch: int | None = None, sums_once: bool = False
 ) -> Settings:
-    """Returns all settings of a plan, by key path.
-
-    Args:
-        plan: The plan.
-        num_layers: Layers of the model.
-        batch: Sequences per step; None to leave the config's value.
-        sums_once: Whether gradients are summed over `data` and `context` once a step by default.
-    """
+    """Returns all settings of a plan, by key path. The batch is in sequences; None leaves the
+    config's value. `sums_once`: whether gradients are summed over `data` and `context` once a step
+    by default."""
     layout = plan.layout
     by_key: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
     if batch is not None:

@@ -47,13 +47,8 @@ class WhyNot:
 
 
 def why_not(workload: Workload, cluster: Cluster, best: Plan, mesh: MeshSpec) -> WhyNot:
-    """Returns the reasons why a mesh is not planned.
-
-    Args:
-        workload: What is trained.
-        cluster: Cluster to train on.
-        best: The best plan.
-        mesh: The mesh asked about, such as `fsdp=8,tensor=8`; -1 takes the remaining devices.
+    """Returns the reasons why a mesh, such as `fsdp=8,tensor=8`, is not planned; -1 takes the
+    remaining devices.
 
     Raises:
         MeshError: If the mesh cannot be read, or has an axis unknown to the planner.

@@ -38,11 +38,8 @@ def check_config(
 ) -> Scope:
     """Returns the scope of a config, or raises every fault of it, alone and with its devices.
 
-    Args:
-        config: The config.
-        make_scope: Returns the mesh and rules of the run, or raises their fault.
-        reads_data: Whether missing data is reported with other faults. It alone is not: the data
-            itself then tells more.
+    `make_scope` returns the mesh and rules of the run, or raises their fault. If `reads_data`,
+    missing data is reported with other faults. It alone is not: the data itself then tells more.
 
     Raises:
         ConfigError: If model, data and optimizer do not fit each other, a logger is not one, or

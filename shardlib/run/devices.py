@@ -71,10 +71,8 @@ def make_deterministic() -> str:
 
 
 def deterministic_flags(given: str) -> str:
-    """Returns XLA_FLAGS with `DETERMINISTIC_FLAGS` added.
-
-    Args:
-        given: The present XLA_FLAGS: flags, or the path of a file of flags.
+    """Returns XLA_FLAGS, which are flags or the path of a file of flags, with `DETERMINISTIC_FLAGS`
+    added.
 
     Raises:
         ConfigError: If `given` holds other values (the message names them all) or is a file.

@@ -31,7 +31,7 @@ _held: set[int] = set()
 
 
 class RunDirectory:
-    """A directory that holds one run.
+    """A directory that holds one run; it need not exist yet.
 
     On disk:
 
@@ -55,9 +55,6 @@ class RunDirectory:
     words; `error` and `message`, if there was one; and `finished`, true once the run has taken all
     of its steps. Events of attempts whose steps are lost stay.
     `shardlib.log.events.read_events` reads them.
-
-    Args:
-        path: The directory, which need not exist yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -176,10 +173,8 @@ def hold(run_dir: pathlib.Path, notify: Callable[[str], None]) -> Iterator[None]
     The file exists while the lock is held, and names the holder. The file of a killed process stays
     and is harmless. All processes of a group enter together.
 
-    Args:
-        run_dir: The directory.
-        notify: Called on the first process if the file system has no locks; other runs are then
-            not kept out.
+    `notify` is called on the first process if the file system has no locks; other runs are then not
+    kept out.
 
     Raises:
         RunDirError: If another run holds the lock, or the directory cannot be written; on every

@@ -50,11 +50,8 @@ def implied(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sized(size: str, name: str | None = None) -> dict[str, Any]:
-    """Returns the keys of a published model.
-
-    Args:
-        size: Its name, in any case and with `_` for `-`.
-        name: The family; None for any.
+    """Returns the keys of a published model by its name, in any case and with `_` for `-`, in a
+    family or in any.
 
     Raises:
         ConfigError: If no family has the size.

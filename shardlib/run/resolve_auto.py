@@ -47,12 +47,8 @@ def resolve(
     config: RunConfig, devices: Devices, *, began: RunConfig | None = None
 ) -> ResolvedConfig:
     """Returns a config with every open setting decided, but for microbatches that depend on the
-    memory of the compiled step.
-
-    Args:
-        config: The config, which may be of a run that resumes.
-        devices: The devices, or a cluster.
-        began: The config that the run began with, whose open settings it keeps.
+    memory of the compiled step. A run that resumes keeps the open settings of the config `began`,
+    with which it began.
 
     Raises:
         MeshError: If no mesh can be made of the devices.

@@ -109,11 +109,8 @@ def process_group() -> ProcessGroup:
 
 
 def barrier(name: str, *, timeout_seconds: float | None = 600.0) -> None:
-    """Waits until every process has reached the barrier of this name, without using devices.
-
-    Args:
-        name: Name of the barrier. Every process must use it equally often.
-        timeout_seconds: Time to wait; None leaves the limit to the watchdog.
+    """Waits until every process has reached the barrier of this name, without using devices. Every
+    process must use a name equally often. Without a timeout, the limit is left to the watchdog.
 
     Raises:
         PeerLostError: If some process does not arrive in time; the message names it.

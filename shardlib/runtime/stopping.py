@@ -144,11 +144,7 @@ class StopRequest:
         return self.own_reason
 
     def request(self, reason: str | None = None) -> None:
-        """Requests a stop, as a signal does.
-
-        Args:
-            reason: The reason, in words that follow "stopped by".
-        """
+        """Requests a stop, as a signal does, for a reason in words that follow "stopped by"."""
         self.own_reason = self.own_reason or reason
         self._is_requested = True
 

@@ -52,15 +52,8 @@ class ServerLimits:
 
 @dataclasses.dataclass
 class Service:
-    """An engine that answers the OpenAI API.
-
-    Args:
-        thread: The thread of the engine.
-        speaker: Its model.
-        limits: What it takes.
-        keys: API keys; none for a server that anyone may ask.
-        jobs: The batches of a server that keeps files.
-    """
+    """An engine that answers the OpenAI API: anyone, if there are no keys. A server that keeps
+    files has `jobs`, its batches."""
 
     thread: EngineThread
     speaker: Speaker

@@ -30,13 +30,8 @@ class _BatchStoppedError(Exception):
 
 
 class BatchJobs:
-    """The thread that answers batches. After a restart it goes on with those that are unfinished.
-
-    Args:
-        store: Files and batches.
-        thread: The thread of the engine.
-        speaker: The model.
-    """
+    """The thread that answers batches. After a restart it goes on with those that are
+    unfinished."""
 
     def __init__(self, store: FileStore, thread: EngineThread, speaker: Speaker):
         self.store, self._engine, self._speaker = store, thread, speaker

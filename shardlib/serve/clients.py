@@ -47,13 +47,10 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON value, up to `[DONE]`.
+    """Server-sent events, each a JSON value, up to `[DONE]`. `close` is called in the end, also if
+    the client goes away.
 
     Source: the OpenAI API reference, "Streaming". An error after the first event is an event too.
-
-    Args:
-        values: The values.
-        close: Called in the end, also if the client goes away.
     """
 
     media_type = "text/event-stream"

@@ -116,12 +116,8 @@ class OpenAnswer:
 
 
 class EngineThread:
-    """The thread of an engine.
-
-    Args:
-        engine: The engine, which nothing else touches from now on.
-        most_waiting: Prompts that may wait for a slot.
-    """
+    """The thread of an engine, which nothing else touches from now on. At most `most_waiting`
+    prompts wait for a slot."""
 
     def __init__(self, engine: Engine, *, most_waiting: int):
         self._engine, self._most_waiting = engine, most_waiting

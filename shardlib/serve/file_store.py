@@ -18,12 +18,10 @@ _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
 class FileStore:
-    """Objects of the API as JSON files, and the content of files next to them.
+    """Objects of the API as JSON files, and the content of files next to them, in a folder that is
+    made if it is absent.
 
     Each object is replaced as a whole, so that a kill leaves the old or the new one.
-
-    Args:
-        folder: Where they lie; made if it is absent.
 
     Raises:
         ConfigError: If the folder cannot be made.

@@ -20,10 +20,8 @@ _DRAIN_SECONDS = 10
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:
-    """Returns API keys: the lines of a file, or what the environment has between commas.
-
-    Args:
-        file: The file, where `#` begins a comment; None for `SHARDLIB_API_KEYS`.
+    """Returns API keys: the lines of a file, where `#` begins a comment, or, without one,
+    what `SHARDLIB_API_KEYS` has between commas.
 
     Raises:
         ConfigError: If the file cannot be read or has no key.

@@ -13,11 +13,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class ServerMetrics:
-    """The numbers of a server. It observes the thread of the engine.
-
-    Args:
-        thread: The thread, which gives the numbers of the engine.
-    """
+    """The numbers of a server. It observes the thread of the engine."""
 
     def __init__(self, thread: EngineThread):
         self.registry = prometheus_client.CollectorRegistry()

@@ -64,15 +64,11 @@ def _unusable(address: str, error: OSError) -> ConfigError:
 
 
 def run(service: Service, bound: socket.socket, started: Callable[[str], None]) -> int:
-    """Serves until a signal ends it; returns the exit code.
+    """Serves on a bound socket until a signal ends it; returns the exit code. `started` is called
+    with the address once it takes connections.
 
     It is 0 after the first SIGTERM or SIGINT, once all open requests are answered, and 128 plus the
     signal's number after a second one.
-
-    Args:
-        service: What answers.
-        bound: A bound socket.
-        started: Called with the address once it takes connections.
 
     Raises:
         ConfigError: If another process listens at the address.

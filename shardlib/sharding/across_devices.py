@@ -11,13 +11,8 @@ Extreme = Literal["max", "min", "and", "or"]
 
 
 def extreme(x: jax.Array, kind: Extreme, axes: Sequence[str]) -> jax.Array:
-    """Returns the elementwise extreme of the values on the devices along mesh axes.
-
-    Args:
-        x: This device's value: real numbers, or booleans for `and` and `or`.
-        kind: The extreme; NaN is both the largest and the smallest number.
-        axes: The mesh axes.
-    """
+    """Returns the elementwise extreme of the devices' values along mesh axes: of real numbers,
+    where NaN is both the largest and the smallest, or of booleans for `and` and `or`."""
     axes = tuple(axes)
     if kind in ("and", "or"):
         join = lax.pmin if kind == "and" else lax.pmax

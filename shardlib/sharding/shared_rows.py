@@ -75,15 +75,9 @@ def opaque(
     result: jax.ShapeDtypeStruct,
     dim: int = 1,
 ) -> jax.Array:
-    """Returns a value that is traced and never computed: the result of a shared operation.
-
-    Args:
-        what: The operation and its options.
-        arrays: Its operands. Those with several dims are cut along `dim`; those with one dim are
-            whole.
-        result: Its result, cut along `dim`.
-        dim: The dim of the positions.
-    """
+    """Returns a value that is traced and never computed: the result of a shared operation, given as
+    `what`, with its options. Operands with several dims are cut along `dim`, the dim of the
+    positions, as is the result; operands with one dim are whole."""
     given = [x for x in arrays if x is not None]
     return _opaque((what, dim), result.shape, jnp.dtype(result.dtype), *given)
 

@@ -68,14 +68,8 @@ class Expected:
 
     @classmethod
     def measured(cls, values: Values, probes: Iterable[Values], relative: float) -> "Expected":
-        """Measures the bounds.
-
-        Args:
-            values: The training on one device.
-            probes: Trainings on one device from changed parameters.
-            relative: The relative change of the parameters, which is also the possible error of the
-                sum that makes a leaf.
-        """
+        """Measures the bounds. Probes are trainings on one device from parameters with a `relative`
+        change, which is also the possible error of the sum that makes a leaf."""
         bounds = {q: relative * _magnitude(value) for q, value in values.items()}
         changes = dict.fromkeys(values, 0.0)
         for probe in probes:

@@ -83,11 +83,8 @@ class CompiledTraining:
         self._dtypes = jax.tree.map(lambda x: x.dtype, state)
 
     def run(self, steps: int, change: Change | None = None) -> dict[Quantity, np.ndarray]:
-        """Trains for some steps, with the batches used in turn.
-
-        Args:
-            steps: Number of steps.
-            change: Changes the initial parameters.
+        """Trains for some steps, with the batches used in turn, after a change of the initial
+        parameters.
 
         Returns:
             The initial state, the loss of the first step, its gradients, the losses of later steps,

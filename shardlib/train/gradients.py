@@ -150,13 +150,9 @@ def accumulate_gradients(
     *,
     microbatches: int = 1,
 ) -> Gradients:
-    """Returns the gradients of a batch computed in microbatches, one after the other.
-
-    Args:
-        loss: The loss.
-        arguments: Its arguments. Each microbatch passes its model state on to the next.
-        first_index: Index of the first microbatch among all parts of the step.
-        microbatches: Number of microbatches; divides the rows.
+    """Returns the gradients of a batch computed in microbatches, one after the other. Each passes
+    its model state on to the next. `first_index` is the index of the first one among all parts of
+    the step.
 
     Raises:
         ModelError: If the number of microbatches does not divide the batch.

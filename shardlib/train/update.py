@@ -142,14 +142,9 @@ def gated_update(
     opt_state: PyTree,
     params: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Returns `(updates, opt_state)` of `update(grads, opt_state, params)`, gated by `good`.
-
-    Args:
-        update: Returns an optimizer state with the structure, shapes and dtypes of its input.
-        good: Whether to take the new state (bool scalar). If false, the result is the old state bit
-            for bit, and the updates are meaningless.
-        grads, opt_state, params: Arguments of `update`.
-    """
+    """Returns `(updates, opt_state)` of `update(grads, opt_state, params)`, gated by `good`, a bool
+    scalar. If it is false, the result is the old state bit for bit, and the updates are
+    meaningless. Structure, shapes and dtypes of the state stay."""
     arguments = grads, opt_state, params
     closed, shape = jax.make_jaxpr(update, return_shape=True)(*arguments)
     old = jax.tree.leaves(opt_state)

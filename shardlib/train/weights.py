@@ -23,14 +23,11 @@ def place_weights(
     *,
     donate: bool = False,
 ) -> dict[str, jax.Array]:
-    """Returns weights by path, each on its shards.
+    """Returns weights, as in the `params` of `init_state`, by path, each on its shards.
 
-    Args:
-        module: The model.
-        expected: Every leaf of `params` and `model_state`, with its sharding.
-        weights: Weights as in the `params` of `init_state`.
-        fresh: Patterns over the paths of parameters that `weights` leaves out.
-        donate: Whether weights that lie on their shards are returned as they are, not copied.
+    `expected` is every leaf of `params` and `model_state`, with its sharding. Weights may leave out
+    parameters whose paths match the patterns `fresh`. Without `donate`, weights that lie on their
+    shards are copied.
 
     Raises:
         ModelError: If a weight is missing, unknown, or has another type, shape or dtype, or a

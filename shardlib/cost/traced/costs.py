@@ -85,15 +85,9 @@ class Tally:
 def step_costs(
     gradient: Tally, update: Tally, layout: Layout, *, late: Axes, sums_twice: bool
 ) -> Costs:
-    """Returns the costs of a step.
-
-    Args:
-        gradient: Counts of one microbatch.
-        update: Counts of the optimizer.
-        layout: Layout with the number of microbatches.
-        late: Axes over which gradients are summed once a step.
-        sums_twice: Whether a float32 sum has twice the bytes of a sum in the program's dtype.
-    """
+    """Returns the costs of a step from the counts of one microbatch, `gradient`, and of the
+    optimizer. Gradients are summed over the axes `late` once a step. `sums_twice`: whether a
+    float32 sum has twice the bytes of a sum in the program's dtype."""
     each, once = [], []
     started: set[tuple[Axes, str]] = set()
     for (during, moved), count in gradient.moved.items():
@@ -153,14 +147,9 @@ class Walk:
     def run(
         self, jaxpr: Any, laids: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
     ) -> tuple[list[ValueSharding], Tally]:
-        """Returns the layouts of the results, and the costs of one run.
-
-        Args:
-            jaxpr: A `jax.core.Jaxpr`.
-            laids: Layouts of its constants and arguments.
-            stack: Name stack of the caller.
-            apart: Number of leading results that `peak_bytes` leaves out.
-        """
+        """Returns the layouts of the results, and the costs of one run of a `jax.core.Jaxpr`, whose
+        constants and arguments have the layouts `laids`. `stack` is the name stack of the caller;
+        `peak_bytes` leaves out the first `apart` results."""
         run = _Run(self, flatten(jaxpr), laids, stack)
         return run.outs(apart), run.costs
 

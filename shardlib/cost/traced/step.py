@@ -93,12 +93,8 @@ class TracedStep:
         )
 
     def costs(self, layout: Layout, parts: float) -> tuple[Tally, Tally]:
-        """Returns the costs of one device for a microbatch, and for the update after it.
-
-        Args:
-            layout: Layout with the degrees and `zero`.
-            parts: Number of microbatches that the traced batch is split into.
-        """
+        """Returns the costs of one device for a microbatch, which is one of `parts` equal parts of
+        the traced batch, and for the update after it."""
         return self._summed(layout.sizes, layout.zero, parts), self.update_costs(layout)
 
     def update_costs(self, layout: Layout) -> Tally:

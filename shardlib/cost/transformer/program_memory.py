@@ -64,11 +64,8 @@ def phases(
     Layers that keep everything come after those that recompute. Their backward pass is a loop of
     its own, before the gradients of the others are allocated, and frees what they keep.
 
-    Args:
-        device: The job on one device.
-        cluster: Cluster whose compiler builds the program.
-        held: Weights of the device before `fsdp` shards them.
-        recomputing: Bytes of activations that stay until the layers that recompute go backward.
+    `held` are the weights of the device before `fsdp` shards them; `recomputing` are bytes of
+    activations that stay until the layers that recompute go backward.
     """
     gradients = _gradients(device, held)
     head, layers = _head(device, cluster, gradients), _layers(device, cluster, gradients)

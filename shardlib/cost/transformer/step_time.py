@@ -61,13 +61,8 @@ def step_time(
 
 
 def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Costs:
-    """Returns the costs of a step of one device.
-
-    Args:
-        job: Model, batch, precision and rematerialisation.
-        machine: Device with its layout, software and cluster.
-        own_memory: Whether to count the traffic of CPU devices that receive and copy memory.
-    """
+    """Returns the costs of a step of one device. `own_memory` counts the traffic of CPU devices
+    that receive and copy memory."""
     layout, cluster = machine.layout, machine.cluster
     device = computation.Device(job, layout, machine.software, machine.rates.block)
     layers, routed = job.model.layers / layout.stage, job.model.routed_layers / layout.stage

@@ -63,16 +63,14 @@ class Answers:
             )
 
     def predicted(self, logits: np.ndarray) -> list[str]:
-        """Returns the answer to each question whose windows are all there, "" for none.
+        """Returns the answer to each question whose windows are all there, "" for none. Logits are
+        of the first and the last token, [n, length, 2], of the first n rows of a pass.
 
         It is the span of the largest sum of logits over the windows of the question. If questions
         may have no answer, it is empty where the first token of every window has a larger sum, by
         more than `no_answer_threshold`.
 
         Source: Devlin et al. 2019, "BERT", sections 4.2 and 4.3.
-
-        Args:
-            logits: Of the first and the last token, [n, length, 2], of the first n rows of a pass.
         """
         found, begin = [], 0
         for (_, context, _), end in zip(self.questions, self.ends, strict=True):
@@ -103,14 +101,12 @@ class Answers:
         return float(sums[more, first]), characters[first, 0], characters[first + more, 1]
 
     def score(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Returns the mean `exact_match` and `f1` of the questions, in [0, 1].
+        """Returns the mean `exact_match` and `f1` of the questions, in [0, 1], from
+        `logits` [n, length, 2] of the first n rows of a pass.
 
         If questions may have no answer, `exact_match_answerable` and `f1_answerable` are means over
         the questions with an answer, and `exact_match_unanswerable` is the share of the others with
         an empty prediction.
-
-        Args:
-            rows: `logits` [n, length, 2] of the first n rows of a pass.
         """
         predictions = self.predicted(rows["logits"])
         if not predictions:  # An evaluation that was stopped.

@@ -128,16 +128,13 @@ def context_spans(window: Any) -> np.ndarray:
 
 
 def span_tokens(spans: np.ndarray, answer: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the first and the last token of an answer in a window.
+    """Returns the first and the last token of an answer in a window, from `context_spans`. The
+    answer is its first character, and the one after its last.
 
     They are 0, the token that stands for the whole row, for a question without an answer and for a
     window that does not hold all of the answer.
 
     Source: Devlin et al. 2019, "BERT", section 4.3.
-
-    Args:
-        spans: As `context_spans` returns them.
-        answer: Its first character, and the one after its last.
     """
     (places,) = np.nonzero(spans[:, 0] >= 0)
     if answer is None or not len(places):

@@ -53,18 +53,13 @@ def empty_row(sequence_length: int, targets: Sequence[str]) -> dict[str, np.ndar
 
 
 class FramedRows:
-    """Rows of framed texts in an order.
+    """Rows of framed texts in the order of their indices `chosen`, `[n] int64`.
 
     Row arrays (`length` = `sequence_length`):
         tokens: `[length] int32`, 0 for padding.
         types: `[length] int32`: the kind of each token.
         segment_ids: `[length] int32`: 1, and 0 for padding.
         further arrays `[] int32`: the targets.
-
-    Args:
-        framed: The rows.
-        chosen: Indices of rows in order, `[n] int64`.
-        sequence_length: Tokens in a row.
     """
 
     def __init__(self, framed: Framed, chosen: np.ndarray, sequence_length: int):

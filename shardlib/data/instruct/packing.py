@@ -26,7 +26,8 @@ def empty_row(sequence_length: int) -> dict[str, np.ndarray]:
 
 
 class ExampleRows:
-    """Rows that hold whole examples, filled in order; an example that does not fit begins the next.
+    """Rows that hold whole examples, filled in the order of `chosen`, `[n] int64`; an example that
+    does not fit begins the next, and one that is longer than a row is cut.
 
     Row arrays (`length` = `sequence_length`):
         tokens: `[length] int32`.
@@ -34,11 +35,6 @@ class ExampleRows:
         segment_ids: `[length] int32`: the examples in the row, numbered from 1; 0 for padding.
         positions: `[length] int32`, from 0 in each example.
         loss_mask: `[length] int32`: 1 where the loss counts the target, else 0.
-
-    Args:
-        encodings: The examples.
-        chosen: Indices of examples in order, `[n] int64`. Longer examples than a row are cut.
-        sequence_length: Tokens in a row.
     """
 
     def __init__(self, encodings: Encodings, chosen: np.ndarray, sequence_length: int):

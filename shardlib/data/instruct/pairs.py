@@ -23,17 +23,12 @@ def pair_sizes(encodings: Encodings) -> tuple[np.ndarray, np.ndarray]:
 
 
 class PairRows:
-    """Rows of one example each: its input, and its answer, which the loss counts.
+    """Rows of one example each, in the order of `chosen`, `[n] int64`: its input, and its answer,
+    which the loss counts. What is longer than a row is cut.
 
     Row arrays:
         tokens, segment_ids: `[sequence_length] int32`: the input; 1, and 0 for padding.
         targets, target_segment_ids: `[target_length] int32`: the same of the answer.
-
-    Args:
-        encodings: The examples, whose input precedes the answer.
-        chosen: Indices of examples in order, `[n] int64`. What is longer than a row is cut.
-        sequence_length: Tokens of an input.
-        target_length: Tokens of an answer.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ def empty_row(sequence_length: int, eot: int) -> dict[str, np.ndarray]:
 
 
 class PackedRows:
-    """Rows over the stream `EOT document EOT document EOT ... document EOT`.
+    """Rows over the stream `EOT document EOT document EOT ... document EOT`, in the order of the
+    indices `documents`, `[num_documents] int64`.
 
     The tokens of row i start at `i * sequence_length` in the stream; its targets are the next
     tokens. Every token except the first EOT is a target exactly once per pass, and no document is
@@ -33,12 +34,6 @@ class PackedRows:
             positions without a target, which are excluded from attention and loss.
         positions: `[length] int32`, from 0 in each piece.
         num_bytes: `[] int32`: text bytes of the targets; 0 for EOT.
-
-    Args:
-        array: The tokens.
-        documents: Indices of the documents in stream order, `[num_documents] int64`.
-        sequence_length: Tokens in a row.
-        tokenizer: The tokenizer of the tokens.
     """
 
     def __init__(

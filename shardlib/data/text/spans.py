@@ -191,17 +191,11 @@ def _corrupted(
 def corrupted(
     text: np.ndarray, sizes: SpanSizes, ids: np.ndarray, eot: int, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns text with spans replaced by sentinels, and the spans after their sentinels.
+    """Returns text, `[sizes.text] int32`, with spans replaced by sentinels, `[sizes.spans] int32`,
+    and the spans after their sentinels. Both end with the token `eot`.
 
     Kept and left-out spans alternate, a kept one first. All ways to cut the tokens of either kind
     into spans are equally likely.
-
-    Args:
-        text: `[sizes.text] int32`.
-        sizes: The numbers of tokens and spans.
-        ids: The sentinels, `[sizes.spans] int32`.
-        eot: The token that ends both results.
-        random: Draws the spans.
 
     Returns:
         `[sizes.inputs] int32` and `[sizes.targets] int32`.

@@ -70,13 +70,9 @@ class ValueUses:
 def fates(
     module: Module, all_reduces: list[tuple[str, Instruction, int]]
 ) -> dict[tuple[str, str], tuple[Fate, ...]]:
-    """Returns the fate of each array that all-reduces return, by computation and name.
-
-    Args:
-        module: The program.
-        all_reduces: Computation, instruction and group size of each. All have the same groups,
-            since only these can be added up before they are reduced.
-    """
+    """Returns the fate of each array that all-reduces return, by computation and name. They are
+    given by computation, instruction and group size, and all have the same groups, since only these
+    can be added up before they are reduced."""
     flow = ValueUses(module)
     fates_of: dict[tuple[str, str], list[Fate]] = {}
     pending: list[_Sum] = []

@@ -109,13 +109,9 @@ def operation_of(name: str) -> str:
 
 
 def phase_of(name: str, *, differentiated: bool) -> Phase:
-    """Returns the pass of an operation by its JAX name.
-
-    Args:
-        name: JAX name, such as `jit(step)/transpose(jvp())/while/body/dot_general`.
-        differentiated: Whether the program takes gradients. If so, an operation outside of the
-            passes belongs to the update.
-    """
+    """Returns the pass of an operation by its JAX name, such as
+    `jit(step)/transpose(jvp())/while/body/dot_general`. In a program that takes gradients
+    (`differentiated`), an operation outside of the passes belongs to the update."""
     during = pass_of(name)
     if during != "optimizer":
         return during
@@ -314,13 +310,10 @@ class ModelTree:
                 self._numbers.setdefault(tuple(above), []).append(name)
 
     def walk(self, calls: list[tuple[Chain, ...]], *, looped: bool) -> list[str]:
-        """Returns the path of a call within calls, or an empty list.
-
-        Args:
-            calls: For each call, outermost first, the chains of attributes that may be the module
-                called. A chain that names no module below the one before it is skipped.
-            looped: Whether the operation runs in a loop over layers.
-        """
+        """Returns the path of a call within calls, or an empty list. Each call, outermost first,
+        has the chains of attributes that may be the module called; a chain that names no module
+        below the one before it is skipped. `looped`: whether the operation runs in a loop over
+        layers."""
         nodes: set[_Node] = set()
         shown: list[str] = []
         for chains in calls:

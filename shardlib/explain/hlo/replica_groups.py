@@ -144,11 +144,8 @@ def _device_ids(text: str | None, count: int) -> np.ndarray | None:
 
 
 def tile_devices(text: str) -> np.ndarray | None:
-    """Returns the devices of each tile of an array, or None if the text names no tiles.
-
-    Args:
-        text: A sharding such as `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`.
-    """
+    """Returns the devices of each tile of an array by its sharding, such as
+    `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`, or None if the text names no tiles."""
     form = re.search(r"devices=\[([\d,]+)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))", text)
     if form is None:
         return None

@@ -426,13 +426,9 @@ def _states(leaves: Sequence[_Leaf]) -> Iterator[bool]:
 
 
 def spec_of_text(text: str, rank: int, mesh: Mapping[str, int]) -> Spec | None:
-    """Returns the mesh axes that shard each dim, or None if the text does not determine them.
-
-    Args:
-        text: Sharding such as `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`.
-        rank: Number of dims of the array.
-        mesh: Sizes of the mesh axes.
-    """
+    """Returns the mesh axes that shard each of `rank` dims by a sharding such as
+    `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`, or None if the text does not determine
+    them."""
     if text in ("{replicated}", "{maximal device=0}"):
         return ((),) * rank
     ids = tile_devices(text)
@@ -452,13 +448,8 @@ def spec_of_text(text: str, rank: int, mesh: Mapping[str, int]) -> Spec | None:
 def spec_of_shapes(
     whole: tuple[int, ...], here: tuple[int, ...], mesh: Mapping[str, int]
 ) -> Spec | None:
-    """Returns the mesh axes that shard each dim, from its local size, or None if ambiguous.
-
-    Args:
-        whole: Global shape of the array.
-        here: Shape on one device.
-        mesh: Sizes of the mesh axes.
-    """
+    """Returns the mesh axes that shard each dim, from its global and its local size, or None if
+    ambiguous."""
     if len(whole) != len(here):
         return None
     free = [name for name, size in mesh.items() if size > 1]

@@ -38,13 +38,9 @@ def stacked_bar(parts: Sequence[tuple[str, float]], limit: float | None, limit_n
 
 
 def timeline(points: Sequence[tuple[str, float]], limit: float | None, whole: float) -> str:
-    """Draws the bytes of live buffers over the run of a program.
-
-    Args:
-        points: Operations and the bytes of their live buffers, in order of execution.
-        limit: Available bytes, or None.
-        whole: Bytes that the program needs at its peak, with code and all other memory.
-    """
+    """Draws the bytes of live buffers over the run of a program: operations with their live bytes
+    in order of execution. `whole` is what the program needs at its peak, with code and all other
+    memory."""
     height = 180
     if not points:
         return "<p>The schedule of this program is unknown.</p>"

@@ -53,11 +53,7 @@ class Vectors:
         return self._memory[key]
 
     def classes(self, rows: np.ndarray) -> int:
-        """Returns the classes of devices whose rows are equal.
-
-        Args:
-            rows: Integers, `[devices, anything]`.
-        """
+        """Returns the classes of devices whose rows, integers `[devices, anything]`, are equal."""
         rows = np.ascontiguousarray(rows, np.int64)
         key = ("classes", rows.tobytes())
         if key not in self._memory:
@@ -221,15 +217,9 @@ def put_together(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> Tiling:
 def gathered(
     layout: Tiling, dim: int, groups: np.ndarray, own: np.ndarray, vectors: Vectors
 ) -> Tiling:
-    """Returns the layout of the parts of a group's devices, concatenated along a dim.
-
-    Args:
-        layout: The layout of a part.
-        dim: The dim.
-        groups: The devices of each group in order, `[groups, members]`.
-        own: The group of each device, `[devices]`.
-        vectors: The vectors of the program.
-    """
+    """Returns the layout of the parts of a group's devices, concatenated along a dim. `groups` are
+    the devices of each group in order, `[groups, members]`; `own` is the group of each device,
+    `[devices]`."""
     offsets = {axis: vectors[layout.axes[axis].offsets][groups].T for axis in axes_of(layout)}
     first = taken_from(layout, groups[own, 0], vectors)
     return _in_a_row(first, groups.shape[1], dim, offsets)

@@ -312,16 +312,8 @@ def blockwise(
     *,
     mask: Mask,
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns attention of arrays that are whole on this device, as `attend` does.
-
-    Args:
-        query: The queries.
-        key: The keys.
-        value: As `key`, with dims of any number.
-        segments: [batch, length] and [batch, kv_length] int32, or None.
-        sinks: Scores of the heads' sinks, or None.
-        mask: The rules of the scores.
-    """
+    """Returns attention of arrays that are whole on this device, as `attend` does. Values have dims
+    of any number; segments are [batch, length] and [batch, kv_length] int32, or None."""
     return _attend(mask, query, key, value, segments, sinks)
 
 

@@ -93,14 +93,11 @@ class Mask:
         return jnp.asarray(functools.reduce(operator.and_, parts))
 
     def tiles(self, queries: Places, keys: Places) -> AnyArray:
-        """Returns the tiles in which a query may see a key: [query tiles, key tiles] bool.
+        """Returns the tiles in which a query may see a key, [query tiles, key tiles] bool, from the
+        places of both, [tiles, batch, tile].
 
         The test uses the smallest and largest position and document of each tile, so no visible
         pair is left out. Returns NumPy arrays for NumPy inputs.
-
-        Args:
-            queries: Places of [query tiles, batch, tile].
-            keys: Places of [key tiles, batch, tile].
         """
         first, last = _range(queries.positions)
         kv_first, kv_last = _range(keys.positions)

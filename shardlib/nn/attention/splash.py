@@ -23,18 +23,12 @@ def splash(
     mask: Mask,
     interpret: bool = False,
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns attention of arrays that are whole on this device, as `attend` does.
+    """Returns attention of arrays that are whole on this device, as `attend` does. The length of
+    queries is a multiple of 128; segments are [batch, length] int32 of queries and of keys, or
+    None. `interpret` runs the kernel without a TPU, slowly.
 
     The compiler cannot partition the kernel: with several devices, call it in a region that is
     manual over the whole mesh.
-
-    Args:
-        query: The queries; length is a multiple of 128.
-        key: The keys.
-        value: As `key`.
-        segments: [batch, length] int32 of queries and of keys, or None.
-        mask: The causal mask and the window.
-        interpret: Whether to run the kernel without a TPU, slowly.
     """
     # A slow import, needed on TPUs only.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels

@@ -404,14 +404,9 @@ def _notes(config: RunConfig) -> list[str]:
 def fixes_of(
     config: RunConfig, cluster: Cluster, peak_bytes: float, *, count: int = 3
 ) -> list[Fix]:
-    """Returns changes that make a run fit by the cost model and cost the least time.
-
-    Args:
-        config: The run, with its mesh.
-        cluster: The cluster that the run does not fit.
-        peak_bytes: Peak bytes of its compiled step. The cost model is assumed to have the same
-            error after a change.
-        count: Most changes to return.
+    """Returns at most `count` changes that make a run fit by the cost model and cost the least
+    time. The cost model is assumed to have the same error after a change as for `peak_bytes`, the
+    peak of the compiled step.
 
     Raises:
         ModelError: If the model, its rematerialisation or its axes cannot be planned.

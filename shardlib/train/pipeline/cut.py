@@ -123,16 +123,9 @@ def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) ->
 def cut(
     loss: Loss, traced: LossTrace, layers: Leaves, layers_cut: StageCut, *, skip_idle: bool
 ) -> CutLoss:
-    """Returns the parts of a loss, for one stage.
-
-    Args:
-        loss: The traced loss, over the arrays that the stage sees.
-        traced: The result of `trace_loss`.
-        layers: This stage's layers, which complete the tree of parameters in parts that do not read
-            layers.
-        layers_cut: The cut of the layers. Each call of `chunk` runs one chunk.
-        skip_idle: Whether a chunk skips slots without a layer.
-    """
+    """Returns the parts of a loss over the arrays that one stage sees. The stage's `layers`
+    complete the tree of parameters in parts that do not read layers. Each call of `chunk` runs one
+    chunk of `layers_cut`; if `skip_idle`, it skips slots without a layer."""
     slots = layers_cut.slots
 
     def pre(shared: Leaves, part: Part) -> PyTree:

@@ -178,14 +178,9 @@ class _Region:
         out_specs: PyTree,
         outputs: Outputs,
     ) -> Any:
-        """Calls `compute(stage, ticks)` on all stages.
-
-        Args:
-            compute: The function.
-            first_index: As in `pipelined_gradients`.
-            out_specs: PartitionSpecs of the results over the manual axes.
-            outputs: Layouts of the results over the other axes, as in `LossPartitioner.run_at`.
-        """
+        """Calls `compute(stage, ticks)` on all stages. `out_specs` are PartitionSpecs of the
+        results over the manual axes, and `outputs` their layouts over the other axes, as in
+        `LossPartitioner.run_at`."""
         params, model_state, batch, key, inputs = self.arguments
         layers, shared = self._divided(params)
         frozen, state = self._divided(model_state)

@@ -286,13 +286,9 @@ def reduced_gradients(
 def groups_apart(
     engine: Engine, loss: PartLoss, arguments: LossArguments, reduction: Reduction
 ) -> tuple[PyTree, Sums]:
-    """Returns the gradients and sums of each group, arrays [groups, ...] sharded over `data`.
-
-    Args:
-        engine: The engine that computes the rows of a group. If groups take unequal numbers of
-            microbatches, it is called on one microbatch at a time, and must not split it further.
-        loss, arguments, reduction: As in `reduced_gradients`.
-    """
+    """Returns the gradients and sums of each group, arrays [groups, ...] sharded over `data`; see
+    `reduced_gradients`. If groups take unequal numbers of microbatches, `engine`, which computes
+    the rows of a group, is called on one microbatch at a time, and must not split it further."""
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
     context = reduction.context

@@ -141,15 +141,9 @@ def traced(
     parts: int,
     positions: tuple[Sequence[int | None], int] = ((), 1),
 ) -> Traced:
-    """Returns the gradients and sums for one of several equal parts of the batch, traced.
-
-    Args:
-        loss: The loss.
-        arguments: Its arguments for the batch.
-        parts: Number of parts of the rows.
-        positions: The dim of the positions in each leaf of the batch, and the number of parts of
-            the positions.
-    """
+    """Returns the gradients and sums for one of `parts` equal parts of the rows of the batch,
+    traced. `positions`: the dim of the positions in each leaf, and the number of parts of the
+    positions."""
 
     def abstract(x: Any, parts: int = 1) -> jax.ShapeDtypeStruct:
         shape = jax.numpy.shape(x)

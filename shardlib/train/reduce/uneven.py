@@ -13,14 +13,10 @@ from shardlib.paths import named_leaves
 
 def balance(seconds_per_microbatch: Sequence[float], total: int) -> tuple[int, ...]:
     """Returns the number of microbatches of each group, chosen so that all groups end together.
+    Times are measured or estimated, for one microbatch on each group, in any unit.
 
     Each group gets at least one. Microbatches are assigned one by one to the group that would
     finish its next one first. This minimizes the time of the slowest group.
-
-    Args:
-        seconds_per_microbatch: Measured or estimated time of one microbatch on each group, in any
-            unit.
-        total: Microbatches per step, over all groups.
 
     Raises:
         ModelError: If there are fewer microbatches than groups, or a time is not positive.
