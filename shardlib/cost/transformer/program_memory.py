@@ -77,8 +77,6 @@ def phases(
         head["gathered"] += _gathered(device, cluster)
     share = 1 - device.job.remat_share
     whole = _layers(last, cluster, (summed, handed_on, share * stacked))
-    if device.last_alone:  # It keeps the queries, keys and values, which a loop gathers anew.
-        whole["recomputed"] -= device.tokens * _attention_at_once(last)
     return head, whole, {**layers, "activations": recomputing}
 
 
@@ -211,7 +209,8 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     model, width, tensor = job.model, job.compute_bytes, layout.tensor
     on_gpu = cluster.platform == "gpu"
     residual = _RESIDUALS_AT_ONCE["gpu" if on_gpu else "tpu"] * model.embed * width
-    attention = _attention_at_once(device)
+    # Attention accumulates its output and its gradients in float32.
+    attention = 2 * (_FLOAT32 + width) * model.heads * model.value_dim / tensor
     hidden: float = _HIDDEN_AT_ONCE
     if "up" in job.remat.kept:
         hidden /= 2
@@ -219,7 +218,11 @@ def _at_once(device: Device, cluster: Cluster) -> float:
         fewer = _GATED_HIDDEN_AT_ONCE.get(cluster.platform, hidden)
         hidden = min(hidden, fewer + (model.activation == "gelu_tanh"))
     if not (model.experts and model.routed_layers):
-        return residual + attention + hidden * width * model.mlp / tensor
+        mlp = hidden * width * model.mlp / tensor
+        # Attention that reads kept arrays starts after the MLP is done; what is computed or fetched
+        # again is there for both.
+        kept = "qkv" in job.remat.kept - job.remat.offloaded
+        return residual + (max(attention, mlp) if kept else attention + mlp)
     experts = model.experts
     rows = expert_rows(job, layout)
     shared = hidden * width * experts.shared_mlp / tensor
@@ -231,13 +234,6 @@ def _at_once(device: Device, cluster: Cluster) -> float:
         more = 3 * (copies - 1) if copies > 1 else _ALONE * (not job.remat.kept)
         routed += width * (more * experts.mlp / tensor + 2 * copies * model.embed)
     return residual + attention + shared + rows * routed
-
-
-def _attention_at_once(device: Device) -> float:
-    """Returns the bytes per token of attention, which accumulates its output and its gradients in
-    float32."""
-    model, width = device.job.model, device.job.compute_bytes
-    return 2 * (_FLOAT32 + width) * model.heads * model.value_dim / device.layout.tensor
 
 
 def _gathered(device: Device, cluster: Cluster) -> float:
