@@ -15,7 +15,7 @@ from shardlib.functional.precision import Precision
 from shardlib.paths import named_leaves
 
 DOTS = {"fp8": fp8_dot_general, "int8": int8_dot_general}
-MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
+MESHES = ("data=2,fsdp=2,tensor=2", pytest.param("fsdp=8", marks=pytest.mark.soak))
 PROBLEM = PROBLEMS["transformer"]
 
 

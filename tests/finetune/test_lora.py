@@ -1,5 +1,7 @@
 """Adapters: frozen bases, the same steps on every mesh, merged weights, refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,20 +131,26 @@ def test_dora_and_dropout_are_the_same_on_every_mesh(mesh):
     assert np.abs(norms - np.linalg.norm(query.base.kernel[...], axis=1)).max() > 1e-3
 
 
+@functools.cache
+def one_device():
+    return trained("data=1")
+
+
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("fsdp=8", {}),
-        ("fsdp=4,tensor=2", {}),
         ("data=2,tensor=4", {}),  # more devices than key-value heads: copies of them
         ("data=2,context=2,tensor=2", {}),
-        ("stage=2,fsdp=4", {"microbatches": 2}),
         ("stage=2,fsdp=2,tensor=2", {"microbatches": 2, "pipeline": "interleaved"}),
+        ("fsdp=8", {}),
+        ("fsdp=4,tensor=2", {}),
+        ("stage=2,fsdp=4", {"microbatches": 2}),
     ],
 )
 def test_steps_are_the_same_on_every_mesh(mesh, options):
-    expected, losses = trained("data=1")
+    expected, losses = one_device()
     state, actual = trained(mesh, **options)
     np.testing.assert_allclose(actual, losses, rtol=1e-6)
     # Adam divides by the root of the squared gradient, which rounds like the gradient itself.
@@ -152,7 +160,8 @@ def test_steps_are_the_same_on_every_mesh(mesh, options):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.rest("soak")
+@pytest.mark.parametrize("kind", ["int8", None])
 def test_a_stage_reads_its_own_frozen_layers_alone(kind):
     def model():
         made = base() if kind is None else quantize(base(), kind)

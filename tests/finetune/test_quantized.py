@@ -96,8 +96,7 @@ def losses(kind, mesh):
 def test_adapters_on_few_bits_train_the_same_on_every_mesh(kind):
     expected = losses(kind, "data=1")
     assert expected[-1] < expected[0]
-    for mesh in ("fsdp=8", "fsdp=4,tensor=2"):
-        np.testing.assert_allclose(losses(kind, mesh), expected, rtol=1e-6)
+    np.testing.assert_allclose(losses(kind, "fsdp=4,tensor=2"), expected, rtol=1e-6)
 
 
 def test_wrong_arguments_are_refused():

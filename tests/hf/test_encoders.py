@@ -249,7 +249,9 @@ def test_a_head_of_its_own_on_the_first_checkpoints(tmp_path, caplog, family):
         hf.read_params(found, module, placed, lambda path: None)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=4,tensor=2", pytest.param("fsdp=8", marks=pytest.mark.soak)]
+)
 def test_on_every_mesh(case, tmp_path, mesh):
     folder, inputs, kind, expected, _ = case
     with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):

@@ -106,8 +106,14 @@ def highest():
         yield
 
 
+@functools.cache
+def parts_of(config):
+    """The model in one program: operation by operation there would be hundreds."""
+    return jax.jit(lambda: nnx.split(make(config, DataSpec(), nnx.Rngs(0))))()
+
+
 def model_of(name):
-    return make(CONFIGS[name], DataSpec(), nnx.Rngs(0))
+    return nnx.merge(*parts_of(CONFIGS[name]))
 
 
 def tokens(length):
@@ -131,7 +137,8 @@ def losses(name, mesh, **options):
     batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
     devices = jax.devices()[:1] if mesh == "data=1" else None
     with sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.STANDARD):
-        state = sl.init_state(model_of(name), optax.adam(1e-2))
+        made = functools.partial(make, CONFIGS[name], DataSpec())
+        state = sl.init_state(lambda rngs: made(rngs), optax.adam(1e-2))
 
         def of_batch(model, batch, rng):
             return loss(model, batch, rng, train=True)
@@ -169,7 +176,7 @@ def one_device(name):
 def gradients(mesh, **options):
     """Gradients of gpt-oss by path, at weights without zeros, and after init_state placed them."""
     config = dataclasses.replace(CONFIGS["gpt_oss"], **options)
-    model = make(config, DataSpec(), nnx.Rngs(0))
+    model = nnx.merge(*parts_of(config))
     rng = np.random.default_rng(0)
     moved = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves_of(model)]
     nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model)), moved))
@@ -197,14 +204,15 @@ def leaves_of(model):
     return jax.tree.leaves(nnx.state(model))
 
 
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
         ("fsdp=4,tensor=2", {}),
-        ("fsdp=4,tensor=2", {"attention": "blockwise"}),
         ("context=2", {}),
-        ("context=2", {"context": "gather"}),
         ("context=2", {"context": "ulysses"}),
+        ("fsdp=4,tensor=2", {"attention": "blockwise"}),
+        ("context=2", {"context": "gather"}),
         ("tensor=4,expert=2", {"norm": "layer", "qk_norm": "heads"}),
     ],
 )
@@ -231,6 +239,7 @@ def test_the_layers_with_experts_are_divided_over_stages():
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("mesh", ["stage=4,tensor=2", "stage=2,fsdp=2,context=2"])
 def test_layers_with_different_windows_are_divided_over_stages(mesh):
     """Stages of one layer each have different windows at the same time."""
@@ -248,6 +257,10 @@ def test_configs_of_earlier_runs_are_read():
         load(RunConfig, None, [*words[:2], "optimizer.no_decay=['**/bias']"])
 
 
+def weights_of(config):
+    return jax.eval_shape(lambda: nnx.state(make(config, DataSpec(), nnx.Rngs(0)), nnx.Param))
+
+
 def test_facts_follow_the_layers():
     data = DataSpec(sequence_length=LENGTH)
     dims = FAMILY.dims(CONFIGS["gemma3"], data)
@@ -258,7 +271,7 @@ def test_facts_follow_the_layers():
     for name, config in CONFIGS.items():
         weights = sum(
             leaf.size
-            for path, leaf in nnx.to_flat_state(nnx.state(model_of(name), nnx.Param))
+            for path, leaf in nnx.to_flat_state(weights_of(config))
             if (path[-1] == "kernel" and "experts" not in path and leaf.ndim > 2)
             or path == ("head", "kernel")
         )

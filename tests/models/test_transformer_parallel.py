@@ -69,16 +69,16 @@ def on_one_device(name):
 
 
 @pytest.mark.mesh
-@pytest.mark.rest("soak", keep=6)
+@pytest.mark.rest("soak", keep=4)
 @pytest.mark.parametrize(
     ("name", "mesh", "rules"),
     [
-        ("plain", "tensor=8", SEQUENCE),
         ("plain", "data=2,context=2,tensor=2", SEQUENCE),
         ("grouped", "fsdp=2,tensor=4", SEQUENCE),
         ("learned", "context=2,tensor=4", STANDARD),
-        ("experts", "expert=4,fsdp=2", STANDARD),
         ("experts", "expert=2,context=2,tensor=2", SEQUENCE),
+        ("experts", "expert=4,fsdp=2", STANDARD),
+        ("plain", "tensor=8", SEQUENCE),
         ("grouped", "tensor=8", STANDARD),
         ("grouped", "data=2,context=4", STANDARD),
         ("learned", "fsdp=2,tensor=4", SEQUENCE),

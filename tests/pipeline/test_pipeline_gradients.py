@@ -22,14 +22,21 @@ RELATIVE = 64 * 2.0**-24
 
 CASES = {
     "1f1b, idle stages skip": ("stage=4,tensor=2", PipelineConfig(skip_idle=True)),
-    "1f1b, idle stages discard": ("stage=4,tensor=2", PipelineConfig(skip_idle=False)),
-    "1f1b, a layer on each stage": ("stage=8", PipelineConfig(skip_idle=True)),
     "gpipe": ("stage=2,fsdp=2,tensor=2", PipelineConfig(schedule="gpipe", skip_idle=True)),
     "interleaved": ("stage=4,data=2", PipelineConfig(schedule="interleaved", skip_idle=True)),
+    "1f1b, idle stages discard": ("stage=4,tensor=2", PipelineConfig(skip_idle=False)),
+    "1f1b, a layer on each stage": ("stage=8", PipelineConfig(skip_idle=True)),
     "interleaved, four chunks": (
         "stage=2,data=4",
         PipelineConfig(schedule="interleaved", chunks_per_stage=4),
     ),
+}
+
+
+MARKS = {
+    "1f1b, idle stages skip": (),
+    "gpipe": pytest.mark.mesh,
+    "interleaved": pytest.mark.mesh,
 }
 
 
@@ -47,8 +54,9 @@ def assert_close(tree, wanted):
         np.testing.assert_allclose(tree[path], value, rtol=0, atol=RELATIVE * scale, err_msg=path)
 
 
-@pytest.mark.rest("mesh")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=MARKS.get(case, pytest.mark.soak)) for case in CASES]
+)
 def test_a_schedule_computes_what_one_device_does(case):
     """Gradients of every leaf, placed as the parameters; sums, model state, and the bubble."""
     mesh, config = CASES[case]
@@ -72,6 +80,7 @@ def test_a_schedule_computes_what_one_device_does(case):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(("mesh", "config"), [
     ("stage=4,tensor=2", None),
     ("stage=2,data=4", PipelineConfig(schedule="interleaved", skip_idle=True)),

@@ -26,9 +26,9 @@ MICROBATCHES = 8
 SKIPS = PipelineConfig(skip_idle=True)
 CASES = {
     "1f1b": ("stage=4,data=2", 5, SKIPS),
+    "interleaved": ("stage=4,fsdp=2", 9, PipelineConfig(schedule="interleaved", skip_idle=True)),
     "gpipe": ("stage=4,tensor=2", 7, PipelineConfig(schedule="gpipe", skip_idle=True)),
     "idle slots are discarded": ("stage=2,data=2,tensor=2", 5, PipelineConfig(skip_idle=False)),
-    "interleaved": ("stage=4,fsdp=2", 9, PipelineConfig(schedule="interleaved", skip_idle=True)),
 }
 
 
@@ -64,6 +64,7 @@ def expected(num_layers):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_device(case):
     """Gradients are placed as the parameters, and the bubble counts idle slots."""

@@ -39,14 +39,16 @@ def sent(case, guards, *, clips):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", ["fsdp", "three axes", "pipeline", "zero1", "local sgd"])
+@pytest.mark.rest("soak", keep=4)
+@pytest.mark.parametrize("name", ["three axes", "pipeline", "zero1", "local sgd", "fsdp"])
 def test_guards_send_nothing(name):
     case = CASES.get(name, LOCAL)
     assert sent(case, SPIKES, clips=True)[0] == sent(case, None, clips=True)[0]
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "offloaded"])
+@pytest.mark.rest("soak", keep=2)
+@pytest.mark.parametrize("name", ["zero1", "offloaded", "fsdp"])
 def test_guards_take_no_memory(name):
     case = CASES.get(name, LOCAL)
 

@@ -81,12 +81,11 @@ def test_training_is_that_of_one_device(name):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", ["sam, opaque", "lbfgs"])
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("name", "mesh", "options"),
     [
-        ("data=4,fsdp=2", {"reduction": sl.ReductionConfig(dtype="f32")}),
-        (MESH, {"guards": sl.GuardsConfig(nonfinite="skip")}),
+        ("sam, opaque", "data=4,fsdp=2", {"reduction": sl.ReductionConfig(dtype="f32")}),
+        ("lbfgs", MESH, {"guards": sl.GuardsConfig(nonfinite="skip")}),
     ],
 )
 def test_so_it_is_over_groups_and_under_guards(name, mesh, options):
