@@ -51,31 +51,29 @@ def together(served, asked):
         return bits(answers(Engine(served, **EXACT), asked))
 
 
+@nnx.jit
+def greedy(model, rows):
+    return generate(model, rows, length=8, temperature=0.0, rng=jax.random.key(0))
+
+
 @pytest.mark.mesh
 def test_greedy_tokens_are_those_of_the_model_alone(served):
     asked = prompts(4)
     found = Engine(served, context=128).generate(asked, max_tokens=8)
     for prompt, answer in zip(asked, found, strict=True):
-        whole = generate(
-            served.model,
-            jnp.asarray([prompt], jnp.int32),
-            length=8,
-            temperature=0.0,
-            rng=jax.random.key(0),
-        )
+        whole = greedy(served.model, jnp.asarray([prompt], jnp.int32))
         assert answer.ids == whole[0, len(prompt) :].tolist()
         assert answer.finish_reason == "length"
 
 
-@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     "options",
     [
         {"pages": 14, "prefix_cache": False},
-        {"chunk": 32},
-        {"overlap": False},
-        {"slots": 64, "page_size": 32, "lane": 64},
-        {"slots": 5, "chunk": 96},
+        pytest.param({"overlap": False}, marks=pytest.mark.mesh),
+        pytest.param({"slots": 64, "page_size": 32, "lane": 64}, marks=pytest.mark.mesh),
+        pytest.param({"chunk": 32}, marks=pytest.mark.soak),
+        pytest.param({"slots": 5, "chunk": 96}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -158,7 +156,8 @@ def test_updated_parameters_answer_from_the_next_step_on(served, caplog):
     assert versions == [{0}, {1}, {7}]
     assert "_step" not in caplog.text
     graphdef = nnx.graphdef(served.model)
-    logits = nnx.merge(graphdef, params)(jnp.arange(40, dtype=jnp.int32)[None])[0, -1]
+    updated = nnx.merge(graphdef, params)
+    logits = nnx.jit(updated)(jnp.arange(40, dtype=jnp.int32)[None])[0, -1]
     assert after[0].ids[0] == int(jnp.argmax(logits))
     with pytest.raises(ModelError, match="the new parameters differ in"):
         engine.update(jax.tree.map(lambda x: x[..., None], params))
@@ -360,6 +359,7 @@ def test_embeddings_are_what_the_head_reads(served, options):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     "options", [{"pages": 14, "slots": 24}, {"chunk": 32, "overlap": False}], ids=str
 )
@@ -377,7 +377,7 @@ def test_log_probabilities_of_prompts(served, options):
     assert bits(found[1::2]) == bits(found[::2]) == bits(alone)
     assert [one.prompt_tokens for one in found[1::2]] == [one.prompt_tokens for one in alone]
     assert not any(one.prompt_tokens for one in found[::2])
-    logits = served.model(jnp.asarray([asked[0]], jnp.int32))[0]
+    logits = nnx.jit(served.model)(jnp.asarray([asked[0]], jnp.int32))[0]
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     for position, token in enumerate(alone[0].prompt_tokens, 1):
         assert token.id == asked[0][position]

@@ -98,6 +98,7 @@ _MOE = [
     ("expert=4,fsdp=2", 1, ""),
     ("expert=4,fsdp=2", 1, "no dropout, capacity"),
     ("data=2,expert=4", 1, ""),
+    ("expert=4,context=2", 1, ""),
     ("expert=4,context=2", 1, "no dropout"),
     ("expert=4,context=2", 1, "no dropout, capacity"),
     ("expert=4,tensor=2", 1, ""),
