@@ -75,6 +75,9 @@ def phases(
     last = dataclasses.replace(device, job=dataclasses.replace(device.job, remat=NONE))
     if device.last_alone and cluster.platform == "tpu":
         head["gathered"] += _gathered(device, cluster)
+        if "qkv" not in device.job.remat.kept:
+            # Before layers that compute all products again, the gradient of the table is computed.
+            layers["logits"] = 0.0
     share = 1 - device.job.remat_share
     whole = _layers(last, cluster, (summed, handed_on, share * stacked))
     return head, whole, {**layers, "activations": recomputing}
