@@ -1,6 +1,5 @@
 """The README and the guides in `docs/`: their code and commands are run."""
 
-import pathlib
 import re
 import sys
 from typing import Any
@@ -9,19 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from documents import DOCUMENTS, GUIDES, README, ROOT, assert_shown, blocks, examples
 
 from shardlib.cli import main
 
-ROOT = pathlib.Path(__file__).parents[1]
-README = ROOT / "README.md"
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *GUIDES]
 pytestmark = pytest.mark.skipif(not README.exists(), reason="runs in the repository")
 PAGES = pytest.mark.parametrize("page", DOCUMENTS, ids=[page.stem for page in DOCUMENTS])
-
-
-def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def run(sources):
@@ -140,47 +132,25 @@ def test_the_readme_opens_with_the_two_commands_and_is_short():
     assert max(len(block.splitlines()) for block in blocks(README, "python")) <= 15
 
 
-def assert_shown(lines, printed):
-    """Asserts that lines were printed in this order; a line "…" stands for some left out."""
-    parts = "\n".join(lines).split("\n…")
-    at = 0
-    for part in (part.strip("\n").splitlines() for part in parts if part):
-        assert part[0] in printed[at:]
-        at = printed.index(part[0], at)
-        assert part == printed[at : at + len(part)]
-        at += len(part)
-
-
-def examples(command):
-    """Returns the lines of each example that begins with a command, the command first."""
-    texts = [text for page in DOCUMENTS for text in blocks(page, "console")]
-    return [text.splitlines() for text in texts if text.startswith(f"$ {command}")]
-
-
 @pytest.mark.docs
 def test_plans_are_what_the_command_prints(capsys):
-    for command, *lines in examples("shardlib plan"):
+    for command in {first for first, *_ in examples("shardlib plan")}:
         with pytest.raises(SystemExit):
             main(command.split()[2:])
-        assert_shown(lines, [line.rstrip() for line in capsys.readouterr().out.splitlines()])
+        printed = capsys.readouterr().out.splitlines()
+        for _, *lines in examples(command.removeprefix("$ ")):
+            assert_shown(lines, printed)
 
 
-def without_sources(line):
-    """A line, if of the table of collectives without its last column: some of the source lines in
-    it are those of who called the command."""
-    cells = re.split("[┃│┳╇]", line.strip().strip("┃│"))
-    return "│".join(cells[:-1]) if len(cells) > 7 else line.rstrip()
-
-
-@pytest.mark.docs
+@pytest.mark.soak
 def test_the_report_is_what_the_command_prints(capsys, monkeypatch):
+    """With its fixes, each of which is compiled. `explain/test_llama_traffic.py` has the rest."""
     pytest.importorskip("libtpu")
     monkeypatch.chdir(ROOT)
     ((command, *lines),) = examples("shardlib explain")
     with pytest.raises(SystemExit):
         main(command.split()[2:])
-    printed = capsys.readouterr().out.splitlines()
-    assert_shown(map(without_sources, lines), list(map(without_sources, printed)))
+    assert_shown(lines, capsys.readouterr().out.splitlines())
 
 
 def prose(page):

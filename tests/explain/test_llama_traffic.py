@@ -7,9 +7,12 @@ microbatches, one of the two is less.
 
 import collections
 import dataclasses
+import io
 from pathlib import Path
 
 import pytest
+from documents import assert_shown, examples
+from rich.console import Console
 from second_reading import sent_bytes
 
 from shardlib.config import load
@@ -46,6 +49,7 @@ class Case:
     slices: int = 1
     module: str = "libtpu"
     fits: bool = True
+    is_soak: bool = False
 
     @property
     def extra(self):
@@ -54,14 +58,19 @@ class Case:
 
 CASES = [
     Case("v5e-16", ("train.global_batch=128",), data=2, fits=False),
-    Case("v5p-128", (), data=8),
+    Case("v5p-128", (), data=8, is_soak=True),
     Case("2xv5e-256", ("train.microbatches=1",), 64, microbatches=1, slices=2, fits=False),
     # Whether cuDNN is installed decides what else would compute attention.
     Case("64xh100", ("model.attention=blockwise",), data=8, module="jax_cuda12_plugin"),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.cluster)
+PARAMS = [
+    pytest.param(case, marks=[pytest.mark.soak] * case.is_soak, id=case.cluster) for case in CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def compiled(request, tmp_path_factory):
     """A case and the report on its step."""
     case = request.param
@@ -71,6 +80,19 @@ def compiled(request, tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("no_data"))
         config = load(RunConfig, CONFIG, list(case.overrides))
         return case, explain_compiled(config, case.cluster, most_fixes=0)
+
+
+@pytest.mark.parametrize("compiled", PARAMS[:1], indirect=True)
+def test_the_report_is_that_of_the_guide(compiled):
+    """But for its fixes."""
+    case, report = compiled
+    ((command, *lines),) = examples("shardlib explain")
+    overrides, cluster = command.split("llama3_8b.yaml ")[1].split(" --on ")
+    assert (case.cluster, case.overrides) == (cluster, (overrides,))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.render())
+    shown = [line for line in lines if not line.startswith("fits with ")]
+    assert_shown(shown, console.export_text().splitlines())
 
 
 def reported(report):
