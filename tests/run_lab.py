@@ -13,7 +13,7 @@ import sys
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from shardlib import run
+from shardlib import cli, run
 from shardlib.config import load
 from shardlib.run import RunConfig
 
@@ -62,8 +62,19 @@ class Lab:
         """The command line as a process of its own."""
         return [sys.executable, "-W", "error", "-m", "shardlib", *map(str, words)]
 
+    def call(self, *words):
+        """Runs the command line in this process, in which JAX has started and has 8 devices."""
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+            pytest.raises(SystemExit) as exited,
+        ):
+            cli.main(list(map(str, words)))
+        code = exited.value.code or 0
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
     def shardlib(self, *words, **options):
-        """Runs the command line to its end."""
+        """Runs the command line to its end as a process of its own."""
         return subprocess.run(
             self.command(*words),
             capture_output=True,

@@ -22,17 +22,16 @@ pytestmark = pytest.mark.process
 # (devices, processes, mesh, global batch, last step)
 STAGES = (
     (8, 1, "fsdp=8", 8, 3),
-    (4, 1, "data=2,fsdp=2", 16, 5),
-    (1, 1, "data=1", 4, 8),
-    (8, 2, "data=2,fsdp=2,tensor=2", 24, 10),
+    (1, 1, "data=1", 4, 6),
+    (8, 2, "data=2,fsdp=2,tensor=2", 24, 8),
 )
-# Sums in another order differ by float32 rounding, which ten steps of training carry on.
+# Sums in another order differ by float32 rounding, which eight steps of training carry on.
 RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def handed_over(lab, tmp_path_factory):
-    """The run, stage by stage, each a process or several of its own."""
+    """The run, stage by stage: in this process, in one of its own, and in two."""
     run_dir = tmp_path_factory.mktemp("elastic") / "run"
     samples_seen = []
     for devices, processes, mesh, batch, last in STAGES:
@@ -40,7 +39,7 @@ def handed_over(lab, tmp_path_factory):
         words += [f"train.global_batch={batch}", f"train.steps={last}", "train.sample_length=0"]
         words += [f"train.cpu_devices={devices}", "eval.every_steps=0", "checkpoint.keep=9"]
         launch = ["launch", "--processes", processes, "--"] if processes > 1 else []
-        done = lab.shardlib(*launch, *words)
+        done = lab.call(*words) if last == 3 else lab.shardlib(*launch, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
             samples_seen.append(checkpoints.metadata(last)["data"]["samples_seen"])
@@ -49,19 +48,17 @@ def handed_over(lab, tmp_path_factory):
 
 def test_every_sample_is_seen_once(handed_over):
     run_dir, samples_seen = handed_over
-    # 3 x 8, 2 x 16, 3 x 4 and 2 x 24 samples.
-    assert samples_seen == [24, 56, 68, 116]
+    # 3 x 8, 3 x 4 and 2 x 24 samples.
+    assert samples_seen == [24, 36, 84]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     changes = [event["facts"] for event in events if event["kind"] == "batch"]
     assert changes == [
-        {"before": 8, "now": 16, "sample": 24},
-        {"before": 16, "now": 4, "sample": 56},
-        {"before": 4, "now": 24, "sample": 68},
+        {"before": 8, "now": 4, "sample": 24},
+        {"before": 4, "now": 24, "sample": 36},
     ]
     starts = [event["facts"] for event in events if event["kind"] == "start"]
     assert [(start["mesh"], start["processes"]) for start in starts] == [
         ("fsdp=8", 1),
-        ("data=2,fsdp=2", 1),
         ("data=1", 1),
         ("data=2,fsdp=2,tensor=2", 2),
     ]
@@ -84,7 +81,7 @@ def test_losses_are_those_of_a_plain_loop_over_the_stream(handed_over, lab):
             expected.append(float(metrics["loss"]))
             first, number = first + batch, number + 1
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
     losses = [json.loads(line)["loss"] for line in lines]
     np.testing.assert_allclose(losses, expected, rtol=RELATIVE)
 

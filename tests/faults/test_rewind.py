@@ -5,8 +5,6 @@ whose loss is infinite on some rows.
 """
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -36,20 +34,11 @@ class PoisonedConfig(TransformerConfig):
 def loss(model, batch, rng, *, train, **options):
     mean, metrics = TRANSFORMER.loss(model, batch, rng, train=train, **options)
     sums = jnp.sum(batch["tokens"], axis=1)
-    is_bad = jnp.any(sums[:, None] == jnp.asarray(POISON, jnp.int32))
+    is_bad = jnp.any(jnp.isin(sums, jnp.asarray(POISON, jnp.int32)))
     return Mean(jnp.where(is_bad, jnp.inf, mean.total), mean.weight), metrics
 
 POISON = {poison}
 FAMILY = dataclasses.replace(TRANSFORMER, config=PoisonedConfig, loss=loss, dims=None)
-"""
-# Stops after a step, as a signal would that comes in it.
-STOPPED = """
-import sys
-from shardlib import run
-from shardlib.config import load
-last, file, *overrides = sys.argv[1:]
-config = load(run.RunConfig, file, overrides)
-run.train(config, after_step=lambda step: "a test" if step == int(last) else None)
 """
 FIRST_BAD, LAST_BAD = 14, 16
 PATIENT = ("train.guards.patience=3", "checkpoint.every_steps=5", "checkpoint.keep=1")
@@ -80,21 +69,15 @@ def poisoned(lab, tmp_path_factory):
     (info / "entry_points.txt").write_text("[shardlib.models]\npoisoned = poisoned:FAMILY\n")
     path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-    def start(run_dir, *words, launch=(), stop_after=None):
-        env = {**os.environ, "PYTHONPATH": path}
-        words = (lab.config_file, f"run_dir={run_dir}", "model.name=poisoned", *QUIET, *words)
-        if stop_after is None:
-            return lab.shardlib(*launch, "train", *words, env=env)
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", STOPPED, str(stop_after), *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=env,
-        )
+    def start(run_dir, *words, launch=()):
+        words = ("train", lab.config_file, f"run_dir={run_dir}", "model.name=poisoned", *words)
+        if launch:
+            return lab.shardlib(*launch, *words, *QUIET, env={**os.environ, "PYTHONPATH": path})
+        return lab.call(*words, *QUIET)
 
-    return start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(package))
+        yield start
 
 
 def test_bad_steps_leave_the_state_alone_and_the_run_goes_on(poisoned, tmp_path):
@@ -184,12 +167,12 @@ def went_back_past_a_good_step(poisoned, tmp_path_factory):
 @pytest.mark.rest("soak")
 @pytest.mark.parametrize(("stop_after", "steps"), [(17, 22), (16, 16)])
 def test_a_stop_before_the_run_went_back_changes_nothing(
-    stop_after, steps, poisoned, went_back_past_a_good_step, tmp_path
+    stop_after, steps, lab, poisoned, went_back_past_a_good_step, tmp_path, capsys
 ):
     words = (*SELDOM, f"train.steps={steps}")
-    done = poisoned(tmp_path / "run", *words, stop_after=stop_after)
-    assert done.returncode == 0, done.stderr
-    assert f"stopped by a test and saved at step {stop_after}" in done.stdout
+    config = lab.config(tmp_path / "run", "model.name=poisoned", *QUIET, *words)
+    run.train(config, after_step=lambda step: "a test" if step == stop_after else None)
+    assert f"stopped by a test and saved at step {stop_after}" in capsys.readouterr().out
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         healthy = {step: checkpoints.metadata(step)["healthy"] for step in checkpoints.steps()}
     assert healthy == {12: True, stop_after: False}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -18,9 +19,32 @@ pytestmark = pytest.mark.mesh
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """Two devices, measured in passing: loops of a fraction of a millisecond."""
-    return calibrating.calibrate(devices=jax.devices()[:2], rounds=3, target_seconds=2e-4)
+def measured(tmp_path_factory):
+    """Two devices, measured in passing by the command: loops of a fraction of a millisecond.
+
+    In a process of its own, which may choose how many devices the CPU stands for.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    script = (
+        "import shardlib.run.plans.calibrating as c\n"
+        "whole = c.calibrate\n"
+        "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
+        "c._UNSTEADY = float('inf')\n"  # Loops so short tell little.
+        "from shardlib.cli import main\n"
+        "main(['calibrate', '--on', 'cpu:2', '--json'])\n"
+    )
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**environment, "SHARDLIB_CACHE": str(cache)},
+    )
+    assert done.returncode == 0, done.stderr
+    path = cache / "calibration" / "cpu-2.json"  # Where `plan` looks.
+    assert json.loads(done.stdout) == json.loads(path.read_text())
+    return load(path)
 
 
 def test_every_figure_is_measured(measured):
@@ -82,7 +106,7 @@ def test_devices_of_several_hosts_are_measured_across_them_too():
     names = {trial.what for trial in trials}
     for kind in COLLECTIVES:
         assert {f"{kind} over 2", f"{kind} across 2", f"{kind} across 4"} <= names
-    assert not any("across" in t.what for t in calibrating._trials(devices, "cpu", hosts=1))
+    assert not any("across" in t.what for t in calibrating._trials(devices[:2], "cpu", hosts=1))
     near, apart = (
         next(t for t in trials if t.what == f"shift {how} 2") for how in ("over", "across")
     )
@@ -120,33 +144,3 @@ def test_what_is_not_at_hand_is_not_measured():
     )
     with pytest.raises(ConfigError, match="rounds=2 are too few to tell a spread"):
         calibrating.calibrate(rounds=2)
-
-
-def test_the_command_writes_where_plan_looks(tmp_path):
-    """In a process of its own, which may choose how many devices the CPU stands for."""
-    script = (
-        "import shardlib.run.plans.calibrating as c\n"
-        "whole = c.calibrate\n"
-        "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
-        "c._UNSTEADY = float('inf')\n"  # Loops so short tell little.
-        "from shardlib.cli import main\n"
-        "main(['calibrate', '--on', 'cpu:2', '--json'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**_environment(), "SHARDLIB_CACHE": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    path = tmp_path / "calibration" / "cpu-2.json"
-    assert json.loads(done.stdout) == json.loads(path.read_text())
-    assert load(path).devices == 2
-
-
-def _environment():
-    import os
-
-    # The number of devices is the command's to choose here.
-    return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}

@@ -27,16 +27,19 @@ from shardlib.mesh import make_mesh
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import make_scope, open_source, setup
 
+# One program samples for all tests.
+TEXT = {"prompt": "the ", "length": 12}
+
 
 @pytest.mark.mesh
 def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
-    options = {"prompt": "the ", "length": 12, "temperature": 0}
+    options = {**TEXT, "temperature": 0}
     text = run.generate(str(run_dir), **options)
     assert 0 < len(text) <= 12
     # Neither the text nor the place of the run is needed, and the mesh may be another one.
     assert run.generate(str(run_dir), **options, mesh="data=4,tensor=2") == text
-    assert run.generate(str(run_dir), length=12, seed=1) != run.generate(str(run_dir), length=12)
+    assert run.generate(str(run_dir), **TEXT, seed=1) != run.generate(str(run_dir), **TEXT)
 
 
 @pytest.mark.mesh
@@ -52,6 +55,7 @@ def test_another_tokenizer_or_none_is_refused(finished, tmp_path):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("option", ["local_sgd.inner_steps=2", "offload_optimizer=true"])
 def test_text_comes_from_averages_and_from_groups_that_train_apart(lab, tmp_path, option):
     words = ("mesh=data=2,fsdp=4", "train.steps=3", "optimizer.ema_decay=0.9", "eval.every_steps=0")
@@ -72,12 +76,13 @@ def test_text_takes_nothing_but_the_parameters(finished, tmp_path):
     state = dataclasses.replace(finished.result.state, opt_state=())
     with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
         checkpoints.save(21, state, checkpoints.metadata(20), wait=True)
-    texts = {run.generate(str(run_dir), step=step, notify=told.append) for step in (20, 21, None)}
+    how = {**TEXT, "notify": told.append}
+    texts = {run.generate(str(run_dir), **how, step=step) for step in (20, 21, None)}
     assert (len(texts), told) == (1, [])
     # Whether spikes are looked for may have changed since the last save.
     file = run_dir / "config.yaml"
     file.write_text(to_yaml(load(run.RunConfig, file, ["train.guards.spike.warmup=8"])))
-    assert run.generate(str(run_dir), notify=told.append) in texts
+    assert run.generate(str(run_dir), **how) in texts
     assert told == []
 
 
@@ -85,11 +90,12 @@ def test_text_takes_nothing_but_the_parameters(finished, tmp_path):
 def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     places = [run_dir / "checkpoints" / name for name in ("00000010", "00000020")]
-    before = run.generate(str(run_dir), step=10)
-    assert run.generate(str(run_dir), step=20) == run.generate(str(run_dir)) != before
+    before = run.generate(str(run_dir), **TEXT, step=10)
+    newest = run.generate(str(run_dir), **TEXT)
+    assert run.generate(str(run_dir), **TEXT, step=20) == newest != before
     (places[1] / "state" / "manifest.ocdbt").write_bytes(b"")
     told = []
-    assert run.generate(str(run_dir), notify=told.append) == before
+    assert run.generate(str(run_dir), **TEXT, notify=told.append) == before
     assert [line.partition(":")[0] for line in told] == ["step 20 does not validate and is skipped"]
     with pytest.raises(CheckpointError, match=r"\n  Restore another step \(10\)\.$"):
         run.generate(str(run_dir), step=20)
@@ -114,7 +120,7 @@ def test_text_comes_from_other_devices(finished, lab):
     words = (*words, "--temperature", "0", "--mesh", "auto")
     done = lab.shardlib(*words, env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"})
     assert (done.returncode, done.stderr) == (0, "")
-    expected = run.generate(str(finished.run_dir), prompt="the ", length=12, temperature=0)
+    expected = run.generate(str(finished.run_dir), **TEXT, temperature=0)
     assert done.stdout == "the " + expected + "\n"
 
 
@@ -241,14 +247,15 @@ def test_explain_refuses_as_train_does(lab, tmp_path, case):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=2)
 @pytest.mark.parametrize(
     "overrides",
     [
+        ("mesh=stage=2,fsdp=4", "train.microbatches=auto"),
+        ("mesh=expert=4,data=2", "model.moe.num_experts=4"),
         ("mesh=data=8",),
         ("mesh=fsdp=4,tensor=2", "train.offload_optimizer=true"),
         ("mesh=context=4,data=2", "model.dropout=0"),
-        ("mesh=expert=4,data=2", "model.moe.num_experts=4"),
-        ("mesh=stage=2,fsdp=4", "train.microbatches=auto"),
         ("mesh=data=8", "train.local_sgd.inner_steps=2"),
         ("mesh=data=2,fsdp=4", "train.reduction.group_microbatches=[3,1]", "train.global_batch=16"),
     ],
@@ -259,6 +266,9 @@ def test_explain_passes_what_can_run_on_every_axis(lab, overrides):
     here = run.explain(config)
     assert dict(here.mesh) == dict(make_mesh(config.mesh).shape)
     assert run.explain(config, "cpu:8") == here
+    if "train.microbatches=auto" in overrides:
+        assert here.choices["pipeline"] == "1f1b, 2 microbatches over 2 stages: 33% idle"
+        assert here.choices["microbatches"].startswith("2 or more: ")
     assert not (lab.root / "unused").exists()
 
 
@@ -289,14 +299,6 @@ def test_explain_chooses_for_the_platform_of_the_cluster(lab, cluster, attention
 def test_a_kernel_for_other_devices_is_refused(lab):
     with pytest.raises(ModelError, match=r"splash cannot run here: the platform is gpu.*\n  Use"):
         run.explain(lab.config("unused", "model.attention=splash"), "8xh100")
-
-
-@pytest.mark.mesh
-def test_explain_says_what_a_run_chooses(lab):
-    config = lab.config("unused", "mesh=stage=2,fsdp=4", "train.microbatches=auto")
-    choices = run.explain(config).choices
-    assert choices["pipeline"] == "1f1b, 2 microbatches over 2 stages: 33% idle"
-    assert choices["microbatches"].startswith("2 or more: ")
 
 
 def test_compression_between_slices_is_refused_where_it_is_known_that_there_is_one(lab, tmp_path):
@@ -376,7 +378,7 @@ def test_a_batch_is_answered_by_a_run_and_its_adapters(finished, lab, tmp_path):
     for one in bodies:
         assert one["model"] == finished.run_dir.name
         assert one["choices"][0]["text"] == text != expected.text
-    assert lab.shardlib(*words, "--json").returncode == 0
+    assert lab.call(*words, "--json").returncode == 0
     assert len(out.read_text().splitlines()) == 3
-    nameless = lab.shardlib(*words[:-1], str(tmp_path / "adapter"))
+    nameless = lab.call(*words[:-1], str(tmp_path / "adapter"))
     assert (nameless.returncode, "Write NAME=FOLDER" in nameless.stderr) == (2, True)
