@@ -57,6 +57,7 @@ def operands(seed=0):
 
 
 def value_and_gradients(dot, dims=PLAIN):
+    @jax.jit
     def run(x, w, g):
         y, pull = jax.vjp(lambda x, w: dot(x, w, dims), x, w)
         return y, *pull(g)
@@ -117,7 +118,7 @@ def test_any_dims(name, lhs, rhs, dims):
 )
 def test_every_mesh_gives_the_numbers_of_one_device(name, x, w):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
-    arrays, run = [jnp.asarray(a) for a in operands()], jax.jit(value_and_gradients(DOTS[name]))
+    arrays, run = [jnp.asarray(a) for a in operands()], value_and_gradients(DOTS[name])
     specs = x, w, P(x[0] if x else None, None)
     cut = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
     for number, (one, many) in enumerate(zip(run(*arrays), run(*cut), strict=True)):
@@ -193,7 +194,7 @@ def test_tpus_multiply_integers(topology, tpu_devices):
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
     w = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
     g = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
-    text = jax.jit(value_and_gradients(int8_dot_general)).lower(x, w, g).compile().as_text()
+    text = value_and_gradients(int8_dot_general).lower(x, w, g).compile().as_text()
     products = re.findall(r"= (\w+)\[[^=\n]* (?:dot|convolution)\(", str(text))
     # The result and the gradient of `x`; that of `w` is computed in the dtype of the layer.
     assert sorted(products) == ["bf16", "s32", "s32"]
@@ -208,7 +209,7 @@ def test_gpus_multiply_floats_of_8_bits():
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in shapes.items()
     ]
-    lowered = jax.jit(value_and_gradients(fp8_dot_general)).lower(*arguments)
+    lowered = value_and_gradients(fp8_dot_general).lower(*arguments)
     # A program that is not tuned on a GPU has the products of Triton in place of cuBLAS.
     text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     found = re.findall(r'custom_call_target="(__cublas[^"]*)"', str(text))

@@ -273,9 +273,14 @@ def test_fixes_fit_and_are_priced():
     assert all(memory.fits(capacity_bytes(roomy) - 10e9) for memory in changes)
 
 
+@pytest.fixture(scope="module")
+def found():
+    """A plan with all that can be asked beside it."""
+    return plan("llama3-8b", on="v5p-64", why_not="fsdp=16,tensor=2", tokens="1T", price=2)
+
+
 @pytest.mark.mesh
-def test_levers_are_searches_of_their_own():
-    found = plan("llama3-8b", on="v5p-64", top=1)
+def test_levers_are_searches_of_their_own(found):
     larger = next(lever for lever in found.levers if lever.change == "on v5p-128")
     again = search(found.workload, parse_cluster("v5p-128"), top=1).plans[0]
     assert larger.seconds == again.seconds
@@ -338,8 +343,7 @@ def test_settings_of_a_plan():
 
 
 @pytest.mark.mesh
-def test_text_and_data_say_the_same():
-    found = plan("llama3-8b", on="v5p-64", why_not="fsdp=16,tensor=2", tokens="1T", price=2)
+def test_text_and_data_say_the_same(found):
     text, facts = str(found), json.loads(json.dumps(found.to_dict()))
     larger = next(lever for lever in found.levers if lever.change == "on v5p-128")
     assert len(facts["plans"]) == 5

@@ -155,15 +155,19 @@ def test_frozen_weights_are_planned_without_gradients(file):
 
 @pytest.mark.aot
 @pytest.mark.rest("soak")
-@pytest.mark.parametrize("mesh", ["fsdp=16", "fsdp=4,tensor=4"])
-def test_memory_with_frozen_weights_is_that_of_the_program(mesh):
+@pytest.mark.parametrize(
+    "words", [("model.num_layers=16", "mesh=fsdp=16"), ("mesh=fsdp=16",), ("mesh=fsdp=4,tensor=4",)]
+)
+def test_memory_with_frozen_weights_is_that_of_the_program(words):
     pytest.importorskip("libtpu", reason="needs the extra tpu")
-    config = load(RunConfig, CONFIGS / "llama3_70b_lora.yaml", [f"mesh={mesh}"])
+    config = load(RunConfig, CONFIGS / "llama3_70b_lora.yaml", list(words))
     cluster = parse_cluster("v5p-32")
     _, workload = workload_of(config)
     planned = workload.memory(layout_of(config, cluster), choice_of(config), cluster).total
     report = explain_compiled(config, "v5p-32")
     assert planned == pytest.approx(report.memory.peak_bytes, rel=0.12)
+    assert report.fits
+    assert not report.findings
     # Kernels that the compiler names, as in rotations, belong to the loop that they are in.
     moved = {stage.stage: stage.memory_bytes for stage in report.roofline.stages}
     assert moved["optimizer"] < 1e-3 * sum(moved.values())
@@ -253,6 +257,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize("on", ["v5e-16", "v5e-8", "8xh100"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):

@@ -46,13 +46,14 @@ def losses_of():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize(
     "overrides",
     [
         ("mesh=stage=2,fsdp=2,tensor=2", "train.microbatches=2"),
-        ("mesh=data=2,fsdp=4", "train.reduction.dtype=f32"),
         ("mesh=data=2,tensor=4", "train.reduction.group_microbatches=[3,1]"),
         ("mesh=context=2,fsdp=4", "model.context=ring"),
+        ("mesh=data=2,fsdp=4", "train.reduction.dtype=f32"),
         ("mesh=fsdp=4,tensor=2", "rules=sequence", "train.offload_optimizer=true"),
     ],
     ids=lambda overrides: ",".join(overrides[1:]),
@@ -67,6 +68,7 @@ def test_every_way_to_run_is_the_same(overrides, lab, tmp_path, plain, losses_of
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -86,14 +88,6 @@ def test_a_run_with_experts_samples(overrides, lab, tmp_path, capsys):
 
 
 @pytest.mark.mesh
-def test_a_pipeline_reports_its_bubble(lab, tmp_path, rows, capsys):
-    options = ("mesh=stage=2,data=4", "train.microbatches=2", *NO_EVAL)
-    run.train(lab.config(tmp_path / "run", *SHORT, "checkpoint.enabled=false", *options))
-    assert [row["pipeline_bubble"] for row in rows(tmp_path / "run")] == [pytest.approx(1 / 3)] * 4
-    assert "1f1b, 2 microbatches over 2 stages: 33% idle" in capsys.readouterr().out
-
-
-@pytest.mark.mesh
 def test_groups_that_train_apart_resume_where_they_were(lab, tmp_path, losses_of):
     options = ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=3", *SHORT, *NO_EVAL)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -108,11 +102,13 @@ def test_groups_that_train_apart_resume_where_they_were(lab, tmp_path, losses_of
 
 
 @pytest.mark.mesh
-def test_microbatches_auto_are_decided_once(lab, tmp_path, capsys):
+def test_microbatches_auto_are_decided_once(lab, tmp_path, rows, capsys):
     options = ("mesh=stage=2,data=4", "train.microbatches=auto", *SHORT, *NO_EVAL)
     run.train(lab.config(tmp_path / "run", *options))
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "2 microbatches: the devices do not say how much memory they have" in said
+    assert "1f1b, 2 microbatches over 2 stages: 33% idle" in said
+    assert [row["pipeline_bubble"] for row in rows(tmp_path / "run")] == [pytest.approx(1 / 3)] * 4
     assert to_dict(lab.load(tmp_path / "run" / "config.yaml"))["train"]["microbatches"] == 2
     run.train(lab.config(tmp_path / "run", *options, "train.steps=6"))
     assert "2: as the run began" in capsys.readouterr().out
@@ -174,7 +170,7 @@ def test_options_that_exclude_each_other(lab, tmp_path):
             lab.config(tmp_path / "run", *options)
 
 
-@pytest.mark.mesh
+@pytest.mark.soak
 def test_equal_groups_may_have_stages(lab, tmp_path):
     options = ("mesh=stage=2,data=2,tensor=2", "train.reduction.group_microbatches=[2,2]", *SHORT)
     result = run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))
