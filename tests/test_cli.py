@@ -348,7 +348,8 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
         assert shardlib("explain", tiny, *words) == (2, "", f"ConfigError: {message}")
 
 
-@pytest.mark.parametrize(("columns", "widest"), [("", 160), ("60", 60)])
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("", 160)])
 def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
     shardlib, tiny, monkeypatch, columns, widest
 ):

@@ -32,8 +32,18 @@ def test_notebook_is_kept_without_outputs(path):
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
+# The strategies of this one are all compared with one device in `equivalence/`.
+SOAK = {"02_parallelism"}
+
+
 @pytest.mark.docs
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.soak] * (path.stem in SOAK), id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_notebook_runs(path, tmp_path):
     """On virtual CPU devices, in a kernel of its own, within the two minutes that it promises."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}

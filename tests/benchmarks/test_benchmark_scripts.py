@@ -46,6 +46,7 @@ def test_step_overhead():
         assert found[f"losses_apart_{mesh}"] < 1e-5, mesh
 
 
+@pytest.mark.soak
 def test_serving():
     sizes = ("--requests=2", "--rounds=1", "--layers=1", "--embed=64", "--vocab=256")
     found = figures("serving.py", *sizes, "--without-transformers")
@@ -313,6 +314,7 @@ def dry_run():
     return output("gpu_train.py", "--dry-run")
 
 
+@pytest.mark.soak
 def test_dry_run_has_a_row_for_each_contender(dry_run):
     figures = json.loads(dry_run[-1])
     rows = figures["rows"]

@@ -385,6 +385,7 @@ def test_a_traced_model_is_planned():
     between_ideal_and_equal(best)
 
 
+@pytest.mark.mesh
 def test_a_model_with_state_of_its_own_is_refused():
     config = resnet.FAMILY.config(depth=18)
     images = {

@@ -39,17 +39,9 @@ def planned(layout, choice):
 
 
 PLANS = {
-    "ZeRO 2 keeps parameters whole": (
-        Layout(fsdp=4, tensor=2, microbatches=2, zero=2),
-        Choice("dots", 3),
-    ),
     "ranges repeat from stage to stage": (
         Layout(stage=2, fsdp=4, microbatches=2),
         Choice("full", 1, pieces=2, loss_chunks=8),
-    ),
-    "replicas of a pipeline sum once": (
-        Layout(stage=2, data=2, tensor=2, microbatches=4, chunks=2, sequence_parallel=False),
-        Choice("save:query,key,value"),
     ),
     "the optimizer state waits on the host": (
         Layout(data=2, fsdp=2, context=2, microbatches=4, zero=1, offload_optimizer=True),
@@ -58,6 +50,14 @@ PLANS = {
     "replicas of experts sum once": (
         Layout(data=2, fsdp=2, expert=2, microbatches=4, zero=2),
         Choice("none"),
+    ),
+    "replicas of a pipeline sum once": (
+        Layout(stage=2, data=2, tensor=2, microbatches=4, chunks=2, sequence_parallel=False),
+        Choice("save:query,key,value"),
+    ),
+    "ZeRO 2 keeps parameters whole": (
+        Layout(fsdp=4, tensor=2, microbatches=2, zero=2),
+        Choice("dots", 3),
     ),
 }
 
@@ -81,6 +81,7 @@ def losses_of(run_dir):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_is_a_run(name, lab, tmp_path, plain):
     layout, choice = PLANS[name]

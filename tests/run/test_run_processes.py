@@ -81,6 +81,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(launch, lab, finished, tmp_
     np.testing.assert_allclose(losses(run_dir), losses(finished.run_dir), rtol=RELATIVE)
 
 
+@pytest.mark.soak
 def test_four_processes_compute_what_one_does(launch, lab, finished, tmp_path, losses):
     run_dir = tmp_path / "run"
     fewer = ("train.steps=10", "train.cpu_devices=4", "mesh=fsdp=4", "checkpoint.enabled=false")

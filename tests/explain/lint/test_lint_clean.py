@@ -90,9 +90,9 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 WIDE = ("model.embed_dim=256", "model.num_heads=2", "model.mlp_dim=512", "data.sequence_length=512")
 
 
-@pytest.mark.rest("soak", keep=2)
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
-    ("mesh", "more"), [("fsdp=8", ()), ("fsdp=4,tensor=2", WIDE), ("data=2,fsdp=2,context=2", WIDE)]
+    ("mesh", "more"), [("fsdp=4,tensor=2", WIDE), ("fsdp=8", ()), ("data=2,fsdp=2,context=2", WIDE)]
 )
 def test_the_quickstart_has_no_faults_on_tpus(mesh, more):
     pytest.importorskip("libtpu", reason="needs the extra tpu")

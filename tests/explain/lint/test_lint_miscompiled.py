@@ -65,6 +65,7 @@ def permuted(subject):
 
 
 @pytest.mark.aot
+@pytest.mark.rest("soak", keep=8)
 @pytest.mark.parametrize(
     ("sizes", "ways", "constrained", "mesh"),
     [
