@@ -14,15 +14,12 @@ from shardlib.errors import did_you_mean
 
 def key_string(key: Any) -> str:
     """Returns one entry of a JAX key path as plain text, without brackets, dots or quotes."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 def path_string(key_path: KeyPath) -> str:
     """Returns a JAX key path as `a/b/c`."""
-    return "/".join(key_string(key) for key in key_path)
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def named_leaves(tree: PyTree, is_leaf: Any = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath, axis_names_of
 from shardlib.mesh import entry_axes, mesh_sizes
-from shardlib.paths import key_string, matches, named_leaves, nearest_pattern, path_string
+from shardlib.paths import matches, named_leaves, nearest_pattern, path_string
 from shardlib.rules import AxisRules, Choice, Resolution
 from shardlib.rules.resolve import STAGE
 from shardlib.sharding.constrain import Scope, active_or, manual_axes
@@ -261,7 +261,7 @@ def place_optimizer(opt_state: PyTree, params: Mapping[str, Placement]) -> dict[
     leaves, _ = jax.tree_util.tree_flatten_with_path(opt_state)
     placements = {}
     for key_path, leaf in leaves:
-        keys = tuple("/".join(key_string(key) for key in key_path).split("/"))
+        keys = tuple(path_string(key_path).split("/"))
         owner = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
         path = path_string(key_path)
         placements[path] = _place_statistic(path, leaf, owner)

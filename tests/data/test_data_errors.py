@@ -98,7 +98,7 @@ def test_missing_tokenizer(corpus, tmp_path, monkeypatch):
     found = message(text("corpus", tokenizer="tokeniser.json"))
     assert "at 'tokeniser.json'. Did you mean 'tokenizer.json'?\n  Correct the path" in found
     found = message(text("corpus", tokenizer=str(tmp_path)))
-    assert "cannot be read: [Errno 21] Is a directory" in found
+    assert f"{tmp_path}/tokenizer.json" in found
     assert found.endswith("\n  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json.")
 
 

@@ -20,6 +20,7 @@ from shardlib.data.tokenizer import (
     train_word_piece,
 )
 from shardlib.errors import DataError
+from shardlib.run.config import DATA_CONFIGS
 
 SAMPLE = ["def add(first, second):\n    return first + second\n", "für élan: 你好 🙂\n"] * 20
 # Surrogates cannot be encoded as UTF-8, so no document holds any.
@@ -192,6 +193,17 @@ def test_an_end_of_text_of_another_name(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(BPE.to_json().replace("<|endoftext|>", "<|finis|>"))
     assert read_tokenizer(file, end_of_text="<|finis|>").eot == 0
+
+
+def test_every_kind_of_data_names_a_tokenizer_by_its_file_or_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    train_word_piece(["anna bert carl"] * 3, 60).save(file)
+    names = (str(file), str(tmp_path), "~", "~/tokenizer.json")
+    for kind in ("text", "captioned_images", "instructions", "labeled_text"):
+        data = DATA_CONFIGS[kind]
+        found = [data(path="unread", tokenizer=name).find_tokenizer() for name in names]
+        assert {tokenizer.fingerprint for tokenizer in found} == {read_tokenizer(file).fingerprint}
 
 
 FORKING = """

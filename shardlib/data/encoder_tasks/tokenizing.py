@@ -13,9 +13,8 @@ from shardlib.data.encoder_tasks.fields import TRAINED, FramedFields
 from shardlib.data.encoder_tasks.rows import held_texts
 from shardlib.data.hashing import digest
 from shardlib.data.split import is_in
-from shardlib.data.text.sources import missing
+from shardlib.data.text.sources import tokenizer_file
 from shardlib.data.tokenizer import (
-    VOCABULARY,
     JsonTokenizer,
     read_tokenizer,
     train_word_piece,
@@ -54,12 +53,7 @@ def load_tokenizer(config: FramedFields, texts: Texts) -> JsonTokenizer:
     """
     if config.tokenizer == TRAINED:
         return _trained(config, texts)
-    place = Path(config.tokenizer).expanduser()
-    file = place / _FILE if place.is_dir() else place
-    if not file.is_file() and (place / VOCABULARY).is_file():
-        file = place / VOCABULARY
-    if not file.is_file():
-        raise DataError(f"data.tokenizer: {missing(str(file))}")
+    file = tokenizer_file(config.tokenizer)
     tokenizer = read_tokenizer(file)
     if not isinstance(tokenizer, JsonTokenizer) or tokenizer.num_framing_tokens(1) < 2:
         raise DataError(

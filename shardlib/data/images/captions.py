@@ -18,7 +18,7 @@ from shardlib.data.images.fields import CaptionFields
 from shardlib.data.images.folders import EvalExamples, ImageSet, TrainExamples, decode, held_apart
 from shardlib.data.loader import Examples, MapSource
 from shardlib.data.text.corpus import BUILTIN
-from shardlib.data.text.sources import missing
+from shardlib.data.text.sources import missing, tokenizer_file
 from shardlib.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
 from shardlib.errors import DataError, did_you_mean, require
 
@@ -110,10 +110,7 @@ def find_tokenizer(config: CaptionFields) -> Tokenizer:
     """
     if config.tokenizer == "bytes":
         return BytesTokenizer()
-    file = Path(config.tokenizer).expanduser()
-    if not file.is_file():
-        raise DataError(f"data.tokenizer: {missing(str(file))}")
-    return read_tokenizer(file)
+    return read_tokenizer(tokenizer_file(config.tokenizer))
 
 
 def _encoded(

@@ -77,7 +77,7 @@ class CaptionFields(ImageFields):
     caption_field: str = "text"
     """Field of the caption."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a tokenizer.json."""
+    """`bytes`, or the path of a `tokenizer.json` or of the folder that holds it."""
     sequence_length: int = 64
     """Tokens of a caption with the token that ends it. Longer ones are cut, and counted in the
     log."""

@@ -11,7 +11,7 @@ from shardlib.data import records
 from shardlib.data.hashing import digest
 from shardlib.data.instruct.fields import ChatFields, ExampleFields, PairFields, PromptFields
 from shardlib.data.instruct.template import ChatTemplate, Span, find_template
-from shardlib.data.text.sources import missing
+from shardlib.data.text.sources import tokenizer_file
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
 from shardlib.errors import DataError
 
@@ -25,14 +25,9 @@ def load_tokenizer(config: ExampleFields) -> Tokenizer:
     Raises:
         DataError: If its file is missing or malformed.
     """
-    folder = tokenizer_folder(config)
-    if folder is None:
+    if config.tokenizer == "bytes":
         return BytesTokenizer()
-    place = Path(config.tokenizer)
-    file = place / "tokenizer.json" if place.is_dir() else place
-    if not file.is_file():
-        raise DataError(f"data.tokenizer: {missing(str(file))}")
-    return read_tokenizer(file, config.end_of_text)
+    return read_tokenizer(tokenizer_file(config.tokenizer), config.end_of_text)
 
 
 def encoder(
@@ -103,7 +98,7 @@ def tokenizer_folder(config: ExampleFields) -> Path | None:
     """Returns the folder of the tokenizer of a config; None for bytes."""
     if config.tokenizer == "bytes":
         return None
-    place = Path(config.tokenizer)
+    place = Path(config.tokenizer).expanduser()
     return place if place.is_dir() else place.parent
 
 

@@ -34,7 +34,7 @@ class TextFields(DataConfig):
     """Tokens in one row."""
     tokenizer: str = "bpe"
     """`bpe` (byte-level BPE, trained on a 2 MB sample of the training text), `bytes`, or the path
-    of a `tokenizer.json`."""
+    of a `tokenizer.json` or of the folder that holds it."""
     vocab_size: int = DEFAULT_VOCAB_SIZE
     """Entries of a `bpe` tokenizer. It has fewer if the text has too few frequent pairs."""
     end_of_text: str | None = None

@@ -14,7 +14,7 @@ from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in, union
 from shardlib.data.text.fields import TextFields
 from shardlib.data.text.packing import Concatenation, PackedRows
-from shardlib.data.text.sources import TextSource, missing, open_sources
+from shardlib.data.text.sources import TextSource, find_tokenizer_file, open_sources, tokenizer_file
 from shardlib.data.text.tokens import FORMAT, TokenArray, open_tokens
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer, train_bpe
 from shardlib.errors import DataError
@@ -47,7 +47,7 @@ def tokenizer_at_hand(config: TextFields) -> Tokenizer | None:
     Raises:
         DataError: If the file of the tokenizer is malformed.
     """
-    if config.tokenizer != "bytes" and not Path(config.tokenizer).is_file():
+    if config.tokenizer != "bytes" and find_tokenizer_file(config.tokenizer) is None:
         return None
     return _tokenizer(config, [], [])
 
@@ -140,9 +140,7 @@ def _tokenizer(
     if config.tokenizer == "bytes":
         return BytesTokenizer()
     if config.tokenizer != "bpe":
-        if not Path(config.tokenizer).exists():
-            raise DataError(f"data.tokenizer: {missing(config.tokenizer)}")
-        return read_tokenizer(config.tokenizer, config.end_of_text)
+        return read_tokenizer(tokenizer_file(config.tokenizer), config.end_of_text)
 
     def build(directory: Path) -> None:
         texts = _sample(config, sources, eval_sources)

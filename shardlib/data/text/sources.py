@@ -14,6 +14,7 @@ from shardlib.data.hashing import digest
 from shardlib.data.safe_gzip import Gunzipped
 from shardlib.data.text.corpus import BUILTIN, builtin_files
 from shardlib.data.text.fields import TextFields
+from shardlib.data.tokenizer import VOCABULARY
 from shardlib.errors import DataError, did_you_mean
 
 # Suffixes of the files read from a directory; a glob accepts any file.
@@ -128,6 +129,23 @@ def missing(path: str) -> DataError:
         f"there is nothing at {path!r}.{hint}\n"
         f"  Correct the path; it is relative to {str(Path.cwd())!r}."
     )
+
+
+def find_tokenizer_file(name: str) -> Path | None:
+    """Returns the file that `data.tokenizer` names by its path or that of its folder, or None."""
+    place = Path(name).expanduser()
+    files = (place, place / "tokenizer.json", place / VOCABULARY)
+    return next((file for file in files if file.is_file()), None)
+
+
+def tokenizer_file(name: str) -> Path:
+    """Returns the result of `find_tokenizer_file`, or raises `DataError`."""
+    found = find_tokenizer_file(name)
+    if found is None:
+        place = Path(name).expanduser()
+        place = place / "tokenizer.json" if place.is_dir() else place
+        raise DataError(f"data.tokenizer: {missing(str(place))}")
+    return found
 
 
 def check_exist(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | None) -> None:
