@@ -83,6 +83,8 @@ class Architecture:
     """Ends of names in the first checkpoints, by the ends today."""
     inputs: Literal["tokens", "images"] = "tokens"
     """What the model is called with, as `Loaded.logits` takes it."""
+    attention_dropout: str | None = None
+    """The field of dropout in config.json that there also drops weights of attention."""
     ignored: tuple[str, ...] = ()
     """Patterns of the names of tensors that are not read, such as masks; `{num_layers}` stands for
     that field of the config."""

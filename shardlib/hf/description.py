@@ -39,7 +39,8 @@ class Description:
             return from_dict(self.family.config, self.fields, str(self.folder / "config.json"))
         except ConfigError as error:
             text = str(error)
-            for theirs, field in self.architecture.fields.items():
+            # Of several fields for one of ours, the last counts.
+            for theirs, field in reversed([*self.architecture.fields.items()]):
                 text = text.replace(f": {field.ours}: ", f": {theirs}: ")
             raise ConfigError(text) from None
 

@@ -12,31 +12,37 @@ _LOG = logging.getLogger(__name__)
 _OF_CLASSES = ("classifier_dropout", "summary_first_dropout", "summary_last_dropout")
 
 
-def lacking(found: Description) -> dict[str, float]:
-    """Returns the fields of dropout of a config.json, not 0, that the model does not apply: those
-    without a field of ours, and those whose field of ours got another value from another one."""
-    fields, ours = found.architecture.fields, found.fields
-    has_classes = "Classification" in found.architecture.name
-    applied: dict[str, Any] = {
-        name: ours.get(field.ours) for name, field in fields.items() if "." not in field.ours
-    }
-    if has_classes:
-        applied |= dict.fromkeys(_OF_CLASSES, ours.get("dropout"))
-    return {
-        name: value
-        for name, value in _numbers(found.source)
-        if value != applied.get(name, 0.0) and (has_classes or name not in _OF_CLASSES)
-    }
+def lacking(found: Description, rate: float | None = None) -> dict[str, str]:
+    """Returns the fields of dropout of a config.json that training does not follow, each with its
+    value and that of training.
+
+    Args:
+        found: The folder.
+        rate: The dropout of the model, if it is another one than the folder's: then it was chosen.
+    """
+    of_folder, described = found.fields.get("dropout", 0.0), found.architecture
+    has_classes = "Classification" in described.name
+    applied = {name for name, field in described.fields.items() if field.ours == "dropout"}
+    applied |= {*_OF_CLASSES} if has_classes else set()
+    told = {}
+    for name, value in _numbers(found.source):
+        if name in _OF_CLASSES and not has_classes:
+            continue
+        here = of_folder if name in applied else 0.0
+        if value and name == described.attention_dropout:
+            told[name] = f"{value} (here 0 for weights of attention)"
+        elif value != here and (name not in applied or rate in (None, of_folder)):
+            told[name] = f"{value} (here {here:g})"
+    return told
 
 
-def warn_of_lacking(found: Description) -> None:
-    """Logs the dropout that training lacks in one line; inference has no dropout."""
-    if fields := lacking(found):
+def warn_of_lacking(found: Description, rate: float | None = None) -> None:
+    """Logs the dropout that training lacks in one line; see `lacking`."""
+    if told := lacking(found, rate):
         _LOG.warning(
-            "%s asks for %s, which shardlib does not apply: training runs without it. "
-            "Inference is the same.",
+            "training has other dropout than %s: %s. Inference has no dropout.",
             found.folder / "config.json",
-            ", ".join(f"{name}={value}" for name, value in fields.items()),
+            ", ".join(f"{name}={text}" for name, text in told.items()),
         )
 
 

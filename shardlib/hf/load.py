@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.description import Description, describe
-from shardlib.hf.dropout import warn_of_lacking
 from shardlib.hf.loaded import Loaded
 from shardlib.hf.matching import check_floating, has_new_classes, matched, without_head
 from shardlib.hf.mxfp4 import unpacked
@@ -74,7 +73,7 @@ def read_params(
     """Returns arrays of a folder by path, each on its shards.
 
     If the folder has another head than the model, the parameters of the model's own are left out,
-    and so are the tensors of the other; both are logged, and so is dropout that training lacks.
+    and so are the tensors of the other; both are logged.
 
     Args:
         found: The folder.
@@ -89,7 +88,6 @@ def read_params(
     known, described = parameters(module, state=True), found.architecture
     layout = TensorTable(described.table(found.config), known)
     tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
-    warn_of_lacking(found)
     if found.held is not None or has_new_classes(layout, found):
         layout, described = without_head(layout, tensors, found)
         placed = {path: sharding for path, sharding in placed.items() if path in layout.params}

@@ -12,8 +12,11 @@ from flax import nnx
 from shardlib import hf
 from shardlib.batch_kinds import DataSpec
 from shardlib.data.images.fields import ImageFields
+from shardlib.data.instruct.encode import tokenizer_folder
+from shardlib.data.instruct.fields import ChatFields
+from shardlib.data.instruct.template import TEMPLATE, ChatTemplate, find_template
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, Tokenizer, read_tokenizer
-from shardlib.errors import CheckpointError, ConfigError, DataError, ModelError
+from shardlib.errors import CheckpointError, ConfigError, DataError, MissingExtraError, ModelError
 from shardlib.finetune import merge, save_adapter
 from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
@@ -41,7 +44,7 @@ def export(
     pixels if it was trained on images.
 
     A tokenizer brings the files of its folder on chats and generation, if `model.init_from` is that
-    folder, or else the token that ends a text.
+    folder, or else the token that ends a text. A run of chats brings its chat template.
 
     The exported parameters are those that the run evaluates: their moving average, if there is one.
 
@@ -110,7 +113,8 @@ def _save(
         return
     origin = None if found is None else found.folder
     if isinstance(tokenizer, JsonTokenizer):
-        _add_tokenizer(tokenizer, folder, origin, parts.family.generate is not None)
+        template = _template_of(parts.config.data)
+        _add_tokenizer(tokenizer, folder, origin, parts.family.generate is not None, template)
     _add_pixels(parts.config, parts.data, folder, origin)
 
 
@@ -153,23 +157,41 @@ def _add_pixels(config: RunConfig, data: DataSpec, folder: Path, origin: Path | 
     )
 
 
+def _template_of(data: Any) -> ChatTemplate | None:
+    """Returns the chat template that a run was trained with; None without one, or if it is gone."""
+    if not isinstance(data, ChatFields):
+        return None
+    try:
+        return find_template(tokenizer_folder(data), data.template)
+    except (DataError, MissingExtraError) as error:
+        _LOG.warning("the export lacks the chat template of the run: %s", error)
+        return None
+
+
 def _add_tokenizer(
-    tokenizer: JsonTokenizer, folder: Path, origin: Path | None, generates: bool
+    tokenizer: JsonTokenizer,
+    folder: Path,
+    origin: Path | None,
+    generates: bool,
+    template: ChatTemplate | None,
 ) -> None:
     """Writes a tokenizer, with what its own folder says of chats and generation, or else with the
-    token that ends a text."""
+    token that ends a text, and with the chat template of the run."""
     tokenizer.save(folder / TOKENIZER)
     if origin is not None and _has_tokenizer(origin, tokenizer):
         first = origin / TOKENIZER
         for file in map(first.with_name, COPIED):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-        return
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_of_text}
-    (folder / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
-    if generates:
-        ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
-        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    else:
+        said = dict(template.special_tokens) if template else {}
+        said |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_of_text}
+        (folder / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
+        if generates:
+            ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+            (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    if template is not None:
+        (folder / TEMPLATE).write_text(template.source, encoding="utf-8")
 
 
 def _has_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:

@@ -40,10 +40,12 @@ def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
 def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, jax.Array]:
     """Returns the arrays of the folder by path, each on its shards and in the dtype of the run."""
     from shardlib import hf
+    from shardlib.hf.dropout import warn_of_lacking
 
     chosen = parts.config.model
     found = hf.describe(chosen.init_from, weights=True, family=chosen.name)
     check_agrees(found, chosen)
+    warn_of_lacking(found, getattr(chosen, "dropout", None))
     dtypes = precision(parts.config.precision)
     stored = jax.eval_shape(lambda x: dtypes.store(x, module.float32), module.shapes()[0])
     leaves = {**named_leaves(module.shapes()[1]), **named_leaves(stored)}

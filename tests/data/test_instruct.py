@@ -92,6 +92,17 @@ def test_a_prompt_of_a_chat_is_that_of_transformers(folder):
     assert data.sampled_text([*written, *tokenizer.encode("more")], tokenizer) == "one"
 
 
+def test_the_end_of_an_answer_is_a_line():
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+    )
+    assert find_template(None, source).answer_end == "<|end|>"
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    assert find_template(None, plain).answer_end == "\n"
+    assert find_template(None, "{{ messages[0].content }}").answer_end == ""
+
+
 @pytest.mark.mesh
 def test_chats_equal_those_of_transformers(folder):
     from transformers import AutoTokenizer

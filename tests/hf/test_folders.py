@@ -52,6 +52,18 @@ def test_dtypes_that_hold_no_weights_are_refused(llama, dtype):
         hf.load(llama, dtype=dtype)
 
 
+def test_values_beyond_the_range_of_a_dtype_are_refused(llama, tmp_path):
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+        loaded = hf.load(llama, dtype=jnp.float32)
+        hf.save(loaded, tmp_path / "fits", dtype="float16")
+        kernel = loaded.model.head.kernel
+        kernel.set_value(kernel.get_value().at[1, 2].set(-7e4))
+        with pytest.raises(ModelError, match=r"head/kernel are beyond .*65504\.\n  Write"):
+            hf.save(loaded, tmp_path / "out", dtype="float16")
+        hf.save(loaded, tmp_path / "wide", dtype="bfloat16")
+    assert {file.name for file in tmp_path.iterdir()} == {"fits", "wide"}
+
+
 def test_a_training_state_is_exported(llama, tmp_path):
     with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
         loaded = hf.load(llama, dtype=jnp.float32)

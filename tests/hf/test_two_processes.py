@@ -52,6 +52,7 @@ with sl.use(sl.make_mesh("fsdp=4"), sl.rules.FSDP):
     logits = loaded.logits(jnp.arange(24).reshape(2, 12))
     logits = multihost_utils.process_allgather(logits, tiled=True)
     sl.hf.save(loaded, out)
+    sl.hf.save(loaded, out + ".narrow", dtype="float16")
     if index == "0":  # The disk of the first process is full.
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     try:
@@ -115,9 +116,11 @@ def test_each_reads_its_own_part_and_one_writes(tmp_path):
     assert "the first process cannot write" in second["fault"]
     assert not list(tmp_path.glob("*out.full*"))
     old, new = Tensors(tmp_path / "in"), Tensors(tmp_path / "out")
-    assert old.keys() == new.keys()
+    narrow = Tensors(tmp_path / "out.narrow")
+    assert old.keys() == new.keys() == narrow.keys()
     for name in old:
         np.testing.assert_array_equal(old[name], new[name])
+        np.testing.assert_array_equal(old[name].astype(np.float16), narrow[name])
 
 
 def command(*words):

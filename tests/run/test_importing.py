@@ -72,6 +72,19 @@ def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_
     assert shardlib("generate", out, "--prompt", "the", "--length", 4)[0] == 0
 
 
+def test_an_export_of_chats_has_the_template_of_the_run(shardlib, folder, tmp_path):
+    base, out = shutil.copytree(folder, tmp_path / "base"), tmp_path / "run"
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    source = "CHAT{% for m in messages %} {{ m.content }}{% endfor %}"
+    words = ("mesh=fsdp=8", "data.kind=chat", f"data.template={source}")
+    assert shardlib("import", base, "--out", out, *words)[0] == 0
+    assert shardlib("export", out, "--out", tmp_path / "same")[0] == 0
+    shutil.rmtree(base)  # Then the export has nothing of the folder.
+    assert shardlib("export", out, "--out", tmp_path / "gone")[0] == 0
+    for name in ("same", "gone"):
+        assert (tmp_path / name / "chat_template.jinja").read_text() == source
+
+
 def test_an_export_has_the_dtype_of_the_folder_or_a_given_one(shardlib, folder, tmp_path):
     narrow, out = tmp_path / "narrow", tmp_path / "run"
     hf.save(hf.load(folder), narrow, dtype="bfloat16")
@@ -130,7 +143,8 @@ def test_a_head_of_other_classes_is_drawn_at_random(shardlib, tmp_path, caplog):
     sizes = {"num_layers": 2, "embed_dim": 32, "patch_size": 2, "num_classes": 3}
     hf.save(vit.make(vit.VitConfig(**sizes), DataSpec(image_shape=(8, 8, 1)), nnx.Rngs(0)), source)
     path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": dict.fromkeys("012")}))
+    added = {"id2label": dict.fromkeys("012"), "attention_probs_dropout_prob": 0.2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | added))
     words = [
         *(f"run_dir={tmp_path / 'run'}", f"model.init_from={source}", "data.path=builtin:digits"),
         *("train.global_batch=8", "train.steps=1", "eval.every_steps=0", "mesh=fsdp=8"),
@@ -149,6 +163,7 @@ def test_a_head_of_other_classes_is_drawn_at_random(shardlib, tmp_path, caplog):
     config = json.loads((out / "config.json").read_text())
     assert (config["num_labels"], "id2label" in config) == (10, False)
     assert hf.load(out).config.num_classes == 10
+    assert caplog.text.count("attention_probs_dropout_prob=0.2 (here 0)") == 1  # by the run alone
 
 
 def test_an_end_of_text_that_the_folder_does_not_name(shardlib, folder, tmp_path):

@@ -55,6 +55,7 @@ T5 = Architecture(
     fixed={"is_encoder_decoder": True, "is_decoder": False},
     table=_table,
     tied={"shared.weight": "lm_head.weight"},
+    attention_dropout="dropout_rate",
     # Copies of the embedding, and a bias that no layer of T5 v1.0 reads.
     ignored=("*.embed_tokens.weight", "*.EncDecAttention.relative_attention_bias.weight"),
 )

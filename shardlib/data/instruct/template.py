@@ -16,6 +16,9 @@ _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _ANSWER = "\ufdd2"
 
+TEMPLATE = "chat_template.jinja"
+"""The file of a template in a tokenizer's folder."""
+
 Span = tuple[int, int]
 
 
@@ -70,15 +73,17 @@ class ChatTemplate:
 
     @property
     def answer_end(self) -> str:
-        """What follows an answer, such as `<|im_end|>`; empty if the template puts nothing there.
+        """What follows an answer, such as `<|im_end|>`: a line, or else white space, such as a line
+        break; empty if the template puts nothing there.
 
         Raises:
             DataError: If the template refuses a question and its answer.
         """
         said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _ANSWER}]
-        end = self.text(said, None).rpartition(_ANSWER)[2]
+        end = self.text(said, None).partition(_ANSWER)[2]
         end = end.replace(_START, "").replace(_END, "")
-        return end.strip() or end
+        # Some put the end of a text behind it, which follows the last answer alone.
+        return end.strip().partition("\n")[0] or end
 
     def text(
         self,
@@ -110,17 +115,18 @@ def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
         DataError: If neither has one, or it is malformed.
     """
     settings = tokenizer_settings(folder)
-    if template is None and folder is not None and (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if template is None and folder is not None and (folder / TEMPLATE).is_file():
+        template = (folder / TEMPLATE).read_text(encoding="utf-8")
     if template is None:
         stored = settings.get("chat_template")
         if isinstance(stored, list):
             stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
         template = stored
     if template is None:
+        place = "" if folder is None else f" of {folder}"
         raise DataError(
-            "the tokenizer has no chat template: no chat_template.jinja and no chat_template in "
-            "tokenizer_config.json.\n  Set data.template."
+            f"the tokenizer{place} has no chat template: no chat_template.jinja and no "
+            "chat_template in tokenizer_config.json.\n  Set data.template."
         )
     if not isinstance(template, str):
         raise DataError(
