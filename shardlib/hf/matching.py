@@ -2,11 +2,13 @@
 
 import dataclasses
 import fnmatch
+import functools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -146,6 +148,31 @@ def check_floating(dtype: DTypeLike | None) -> None:
             f"dtype={dtype!r} is not a floating-point dtype.\n"
             "  Write it as 'bfloat16', or leave it out for the dtypes of the parameters."
         )
+
+
+def refuse_overflow(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype]) -> None:
+    """Raises `ModelError` if finite values would not be so in the dtypes to write, such as float16
+    beyond 65,504."""
+    largest = {path: jnp.finfo(dtype).max for path, dtype in dtypes.items()}
+    beyond = [
+        path
+        for path, array in arrays.items()
+        if jnp.issubdtype(array.dtype, jnp.floating)
+        and jnp.finfo(array.dtype).max > largest[path]
+        and _overflows(array, dtypes[path])
+    ]
+    if beyond:
+        dtype = dtypes[beyond[0]]
+        raise ModelError(
+            f"values of {', '.join(beyond)} are beyond the range of {dtype}, at most "
+            f"{float(largest[beyond[0]]):g}.\n  Write bfloat16 or float32: set dtype (--dtype)."
+        )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _overflows(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns whether a finite value is infinite or no number in another dtype."""
+    return jnp.any(jnp.isfinite(array) & ~jnp.isfinite(array.astype(dtype)))
 
 
 def counters(names: Iterable[str]) -> dict[str, np.ndarray]:

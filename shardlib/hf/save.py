@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardlib.errors import ModelError
 from shardlib.functional import functional
 from shardlib.hf.architecture import described_as
 from shardlib.hf.load import parameters
 from shardlib.hf.loaded import Loaded
-from shardlib.hf.matching import check_floating, counters
+from shardlib.hf.matching import check_floating, counters, refuse_overflow
 from shardlib.hf.new_folder import filled, on_first_process, refuse_full
 from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
 from shardlib.hf.tensor_table import TensorTable
@@ -85,7 +83,7 @@ def save(
     dtypes = {path: array.dtype for path, array in arrays.items()}
     if dtype is not None:
         dtypes |= dict.fromkeys(arrays.keys() - module.float32, np.dtype(dtype))
-        _refuse_overflow(arrays, dtypes)
+        refuse_overflow(arrays, dtypes)
     config["torch_dtype"] = str(dtypes[next(path for path in arrays if path not in module.float32)])
     config.pop("dtype", None)
     # The tensors that are written have all their bits.
@@ -93,31 +91,6 @@ def save(
     copied = [loaded.folder / name for name in COPIED] if loaded else []
     named = folder, layout, arrays, "config.json", config, copied, dtypes
     write_folder(*named, max_file_bytes=max_file_bytes)
-
-
-def _refuse_overflow(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype]) -> None:
-    """Raises `ModelError` if finite values would not be so in the dtypes to write, such as float16
-    beyond 65,504."""
-    largest = {path: jnp.finfo(dtype).max for path, dtype in dtypes.items()}
-    beyond = [
-        path
-        for path, array in arrays.items()
-        if jnp.issubdtype(array.dtype, jnp.floating)
-        and jnp.finfo(array.dtype).max > largest[path]
-        and _overflows(array, dtypes[path])
-    ]
-    if beyond:
-        dtype = dtypes[beyond[0]]
-        raise ModelError(
-            f"values of {', '.join(beyond)} are beyond the range of {dtype}, at most "
-            f"{float(largest[beyond[0]]):g}.\n  Write bfloat16 or float32: set dtype (--dtype)."
-        )
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _overflows(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns whether a finite value is infinite or no number in another dtype."""
-    return jnp.any(jnp.isfinite(array) & ~jnp.isfinite(array.astype(dtype)))
 
 
 def _updated(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
