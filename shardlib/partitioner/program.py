@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jax.extend.source_info_util import summarize
 
+from shardlib.explain.hlo.provenance import innermost_source
 from shardlib.jaxprs import FlatProgram, Operation
 from shardlib.partitioner.factors import Assignment, Factors
 from shardlib.partitioner.layout import ValueLayout, num_bytes
@@ -68,5 +69,7 @@ class PartitionedProgram:
 
 
 def source_of(operation: Operation) -> str:
-    """Returns the source line that an operation comes from."""
-    return summarize(operation.equation.source_info) or "a line that JAX did not record"
+    """Returns the source line that an operation comes from: the user's, if there is one."""
+    equation = operation.equation
+    found = innermost_source(equation) or summarize(equation.source_info)
+    return found or "a line that JAX did not record"

@@ -171,10 +171,10 @@ def own_attention(x):
     ("loss", "before", "why"),
     [
         (returned, None, "the loss returns outputs"),
-        (pooled, None, "a sum over rows enters"),
-        (weighted, shifted, "the loss computes fewer rows in another way"),
-        (weighted, numbered, "rows of the batch may meet in iota"),
-        (weighted, own_attention, "rows of the batch may meet in dot_general"),
+        (pooled, None, "a sum over positions enters"),
+        (weighted, shifted, "the loss computes fewer positions in another way"),
+        (weighted, numbered, "positions of a row may meet in iota"),
+        (weighted, own_attention, "positions of a row may meet in dot_general"),
     ],
 )
 def test_other_losses_are_summed_in_each_microbatch(loss, before, why):

@@ -257,6 +257,12 @@ def where_of_equation(equation: jax.extend.core.JaxprEqn, name: str = "") -> Whe
     return where._replace(model_path="/".join(_scopes(name)), phase=phase)
 
 
+def innermost_source(equation: jax.extend.core.JaxprEqn) -> str:
+    """Returns `file:line (function)` of the innermost user line behind a jaxpr's equation, or ""."""
+    own = _own(_frames(equation))
+    return f"{own[0].file}:{own[0].line} ({own[0].function})" if own else ""
+
+
 def outermost_source(equation: jax.extend.core.JaxprEqn) -> str:
     """Returns `file:line` of the outermost user line behind a jaxpr's equation, or "".
 

@@ -7,6 +7,7 @@ themselves. The proof is that of `sum_once`, where `opaque` stands for each shar
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -35,6 +36,13 @@ from shardlib.train.reduce.sum_once import (
 )
 
 _EACH = "over context in each microbatch: "
+# The proof speaks of what is cut, which is positions here. Paths and quoted names stay.
+_IN_A_ROW = {
+    "rows of the batch": "positions of a row",
+    "row by row": "position by position",
+    "rows": "positions",
+}
+_ROWS = re.compile(rf"(?<![\w./'])({'|'.join(_IN_A_ROW)})(?![\w./'])")
 
 
 def with_context(
@@ -121,7 +129,7 @@ def _groups(
     if any(isinstance(metric, Output) for metric in sums.values()):
         return "the loss returns outputs"
     if why := fault(grads, sums, _is_counted):
-        return why
+        return _ROWS.sub(lambda found: _IN_A_ROW[found[0]], why)
     return ContextGroups(parts, _factors(sums, parts))
 
 
