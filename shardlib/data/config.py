@@ -96,6 +96,11 @@ class DataConfig(abc.ABC):
                 "data.eval_path is not set.\n  Set one of them, or do not evaluate."
             )
 
+    def class_names(self) -> tuple[str, ...]:
+        """Returns the names of the classes by number, () if they are not known or not there; reads
+        no examples."""
+        return ()
+
     def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
         """Returns the tokenizer of text, and None for other data.
 

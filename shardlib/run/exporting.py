@@ -105,6 +105,8 @@ def _save(
         # What the folder says of classes and tokens holds for the same head and tokenizer alone.
         is_same = found.held is None and _has_tokenizer(found.folder, tokenizer)
         kept = _without_old_classes(found, model) if is_same else None
+    if restored.state.step > 0:
+        kept = {**(kept or {}), **_named_classes(parts.config.data.class_names(), model)}
     if found is not None and dtype is None:
         held = found.source.get("torch_dtype") or found.source.get("dtype")
         dtype = held if held in _DTYPES else None
@@ -123,6 +125,19 @@ def _without_old_classes(found: hf.Description, model: Any) -> dict[str, Any]:
     same = getattr(found.config, "num_classes", None) == getattr(model.config, "num_classes", None)
     names = () if same else ("id2label", "label2id")
     return {name: value for name, value in found.source.items() if name not in names}
+
+
+def _named_classes(names: tuple[str, ...], model: Any) -> dict[str, Any]:
+    """Returns the fields of config.json with the names of the classes that a run was trained on;
+    a head may have more classes."""
+    size = getattr(model.config, "num_classes", None) or 0
+    if not names or len(names) > size:
+        return {}
+    named = [*names, *(f"LABEL_{number}" for number in range(len(names), size))]
+    return {
+        "id2label": {str(number): name for number, name in enumerate(named)},
+        "label2id": {name: number for number, name in enumerate(named)},
+    }
 
 
 def _origin(config: RunConfig) -> hf.Description | None:

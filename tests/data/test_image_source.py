@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from shardlib.data import ImageData, open_data
+from shardlib.data import ImageData, LabeledTextData, open_data
 from shardlib.data.images.augment import center_box, random_box
 from shardlib.errors import DataError
 from shardlib.registry import DataSpec
@@ -94,6 +94,14 @@ def test_folder(folder):
     assert held_reds.isdisjoint(train_reds.tolist())
     everything = {label * 100 + number * 5 for label in range(2) for number in range(12)}
     assert held_reds | set(train_reds.tolist()) == everything
+
+
+def test_names_of_classes(folder):
+    assert small(folder).class_names() == ("cat", "dog")
+    (folder / "onnx").mkdir()  # no folder of classes: one holds no images
+    assert small(folder).class_names() == small(folder / "cat").class_names() == ()
+    assert small(folder / "gone").class_names() == ()
+    assert LabeledTextData(classes=("no", "yes"), path="a.jsonl").class_names() == ("no", "yes")
 
 
 def test_eval_path_takes_the_classes_of_path(folder, tmp_path):

@@ -161,7 +161,8 @@ def test_a_head_of_other_classes_is_drawn_at_random(shardlib, tmp_path, caplog):
             np.testing.assert_allclose(params[f"params/{name}"], leaf, rtol=0, atol=1e-29)
     assert shardlib("export", tmp_path / "run", "--out", out)[0] == 0
     config = json.loads((out / "config.json").read_text())
-    assert (config["num_labels"], "id2label" in config) == (10, False)
+    assert config["id2label"] == {name: name for name in "0123456789"}  # the digits
+    assert (config["num_labels"], config["label2id"]["7"]) == (10, 7)
     assert hf.load(out).config.num_classes == 10
     assert caplog.text.count("attention_probs_dropout_prob=0.2 (here 0)") == 1  # by the run alone
 

@@ -28,12 +28,13 @@ class LabeledTextData(LabeledTextFields, _Framed):
     """Texts, or pairs of texts, with labels for training a classifier."""
 
     def spec(self) -> DataSpec:
+        num_classes = len(self.class_names()) or None
+        return DataSpec(sequence_length=self.sequence_length, num_classes=num_classes)
+
+    def class_names(self) -> tuple[str, ...]:
         from shardlib.data.builtin_examples import PACKAGES
 
-        known = PACKAGES if self.path == "builtin:packages" else None
-        classes = self.classes or known
-        num_classes = None if classes is None else len(classes)
-        return DataSpec(sequence_length=self.sequence_length, num_classes=num_classes)
+        return self.classes or (PACKAGES if self.path == "builtin:packages" else ())
 
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.encoder_tasks.rows import empty_row

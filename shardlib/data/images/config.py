@@ -24,6 +24,11 @@ class ImageData(ImageFields):
         num_classes = 10 if self.path == DIGITS else None
         return DataSpec(num_classes=num_classes, image_shape=image_shape(self))
 
+    def class_names(self) -> tuple[str, ...]:
+        from shardlib.data.images.folders import class_names
+
+        return class_names(self.path)
+
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.images.folders import image_shape, no_image
 

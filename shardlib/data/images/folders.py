@@ -221,13 +221,27 @@ def _digits() -> ImageSet:
 
         return Image.fromarray(pixels[index])
 
-    return ImageSet(tuple("0123456789"), labels, hashes, load)
+    return ImageSet(class_names(DIGITS), labels, hashes, load)
+
+
+def class_names(path: str) -> tuple[str, ...]:
+    """Returns the names of the classes of images; () if no directory with a subdirectory of images
+    for each is there."""
+    if path == DIGITS:
+        return tuple("0123456789")
+    place = Path(path).expanduser()
+    folders = _class_folders(place) if place.is_dir() else []
+    return tuple(folder.name for folder in folders) if all(map(_image_names, folders)) else ()
+
+
+def _class_folders(place: Path) -> list[Path]:
+    return sorted(
+        entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def _folder(place: Path, key: str) -> ImageSet:
-    folders = sorted(
-        entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    folders = _class_folders(place)
     if not folders:
         raise DataError(
             f"{key}: {str(place)!r} has no subdirectories.\n"
