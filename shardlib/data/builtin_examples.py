@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardlib.data.text.corpus import builtin_files
+from shardlib.data.corpus import builtin_files
 from shardlib.errors import DataError, did_you_mean
 
 # Packages that every Python has, each a class.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardlib.data.builtin_examples import builtin_examples
+from shardlib.data.corpus import BUILTIN, builtin_files
 from shardlib.data.hashing import digest
+from shardlib.data.missing import missing
 from shardlib.data.safe_gzip import Gunzipped
-from shardlib.data.text.corpus import BUILTIN, builtin_files
-from shardlib.data.text.sources import missing
 from shardlib.errors import DataError, did_you_mean, require
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet")
@@ -131,7 +131,7 @@ def _files(path: str) -> list[Path]:
 
 def _rows(file: Path) -> Iterator[dict[str, Any] | None]:
     if ".jsonl" in file.suffixes:
-        return _jsonl(file)
+        return json_lines(file)
     if file.suffix == ".json":
         return _json(file)
     return _separated(file) if file.suffix in (".csv", ".tsv") else _tables(file)
@@ -168,22 +168,32 @@ def _separated(file: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{file} cannot be read: {error}.\n  Write the file again.") from None
 
 
-def _jsonl(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields the object of each line, and None for an empty line."""
-    with Gunzipped(file) if file.suffix == ".gz" else file.open("rb") as stream:
-        lines = io.BufferedReader(stream) if file.suffix == ".gz" else stream
+def opened(file: Path) -> io.BufferedReader:
+    """Returns the stream of the bytes of a file, which may be compressed."""
+    return io.BufferedReader(Gunzipped(file), 1 << 20) if file.suffix == ".gz" else file.open("rb")
+
+
+def json_lines(
+    file: Path, form: str = "one object with the fields of an example"
+) -> Iterator[dict[str, Any] | None]:
+    """Yields the object of each line, and None for an empty line. `form` is for messages."""
+    with opened(file) as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                yield None
+                continue
             try:
-                example = json.loads(line) if line.strip() else None
+                example = json.loads(line)
+            # ValueError is also raised for bytes that are not UTF-8, RecursionError for `[[[[...`.
             except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{file}:{number}: not JSON: {error}.\n"
                     f"  A .jsonl file holds one JSON object a line; repair or remove this one."
                 ) from None
-            if example is not None and not isinstance(example, dict):
+            if not isinstance(example, dict):
                 raise DataError(
                     f"{file}:{number}: expected a JSON object, found {type(example).__name__}.\n"
-                    "  Write each line as one object with the fields of an example."
+                    f"  Write each line as {form}."
                 )
             yield example
 

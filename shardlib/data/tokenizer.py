@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardlib.data.hashing import digest
+from shardlib.data.missing import missing
 from shardlib.errors import DataError, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
@@ -182,6 +183,23 @@ class JsonTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._json
+
+
+def find_tokenizer_file(name: str) -> Path | None:
+    """Returns the file that `data.tokenizer` names by its path or that of its folder, or None."""
+    place = Path(name).expanduser()
+    files = (place, place / "tokenizer.json", place / VOCABULARY)
+    return next((file for file in files if file.is_file()), None)
+
+
+def tokenizer_file(name: str) -> Path:
+    """Returns the result of `find_tokenizer_file`, or raises `DataError`."""
+    found = find_tokenizer_file(name)
+    if found is None:
+        place = Path(name).expanduser()
+        place = place / "tokenizer.json" if place.is_dir() else place
+        raise DataError(f"data.tokenizer: {missing(str(place))}")
+    return found
 
 
 def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None) -> Tokenizer:

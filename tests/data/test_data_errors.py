@@ -75,10 +75,11 @@ def test_nothing_to_hold_out(tmp_path):
         ('{"txt": "x", "id": 3}', "no field 'text'; its fields: 'txt', 'id'. Did you mean 'txt'?"),
         ("{oops", "not JSON: Expecting property name enclosed in double quotes"),
         ("[1]", "expected a JSON object, found list."),
+        ("null", "expected a JSON object, found NoneType."),
         ('{"text": 3}', "the field 'text' holds int, not text."),
         ('{"text": "\\ud800"}', "the field 'text' holds half of a surrogate pair"),
     ],
-    ids=["no field", "not JSON", "list", "number", "surrogate"],
+    ids=["no field", "not JSON", "list", "null", "number", "surrogate"],
 )
 def test_malformed_lines_of_jsonl(tmp_path, line, fault):
     file = tmp_path / "a.jsonl"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardlib.data import TextData, load_tokenizer, open_data
-from shardlib.data.text.corpus import builtin_files
+from shardlib.data.corpus import builtin_files
 from shardlib.data.text.sources import open_sources
 from shardlib.registry import DataSpec
 

@@ -13,10 +13,10 @@ from shardlib.data.encoder_tasks.fields import TRAINED, FramedFields
 from shardlib.data.encoder_tasks.rows import held_texts
 from shardlib.data.hashing import digest
 from shardlib.data.split import is_in
-from shardlib.data.text.sources import tokenizer_file
 from shardlib.data.tokenizer import (
     JsonTokenizer,
     read_tokenizer,
+    tokenizer_file,
     train_word_piece,
 )
 from shardlib.errors import DataError

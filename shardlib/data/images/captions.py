@@ -12,14 +12,20 @@ import numpy as np
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.data import records
+from shardlib.data.corpus import BUILTIN
 from shardlib.data.hashing import content_hash, digest
 from shardlib.data.images.augment import Transform
 from shardlib.data.images.fields import CaptionFields
 from shardlib.data.images.folders import EvalExamples, ImageSet, TrainExamples, decode, held_apart
 from shardlib.data.loader import Examples, MapSource
-from shardlib.data.text.corpus import BUILTIN
-from shardlib.data.text.sources import missing, tokenizer_file
-from shardlib.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
+from shardlib.data.missing import missing
+from shardlib.data.tokenizer import (
+    BytesTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    read_tokenizer,
+    tokenizer_file,
+)
 from shardlib.errors import DataError, did_you_mean, require
 
 _LOG = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from shardlib.data.cache import cached, read_array, reading
+from shardlib.data.corpus import BUILTIN
 from shardlib.data.hashing import content_hash, derive_seed, digest, shuffled
 from shardlib.data.images.augment import Transform
 from shardlib.data.images.fields import ImageFields
 from shardlib.data.loader import MapSource
+from shardlib.data.missing import missing
 from shardlib.data.split import held_out, is_in
-from shardlib.data.text.corpus import BUILTIN
-from shardlib.data.text.sources import missing
 from shardlib.errors import DataError, did_you_mean, require
 from shardlib.registry import DataSpec
 

@@ -11,8 +11,7 @@ from shardlib.data import records
 from shardlib.data.hashing import digest
 from shardlib.data.instruct.fields import ChatFields, ExampleFields, PairFields, PromptFields
 from shardlib.data.instruct.template import ChatTemplate, Span, find_template
-from shardlib.data.text.sources import tokenizer_file
-from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
+from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from shardlib.errors import DataError
 
 Learned = tuple[np.ndarray, np.ndarray]

@@ -14,9 +14,16 @@ from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in, union
 from shardlib.data.text.fields import TextFields
 from shardlib.data.text.packing import Concatenation, PackedRows
-from shardlib.data.text.sources import TextSource, find_tokenizer_file, open_sources, tokenizer_file
+from shardlib.data.text.sources import TextSource, open_sources
 from shardlib.data.text.tokens import FORMAT, TokenArray, open_tokens
-from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer, train_bpe
+from shardlib.data.tokenizer import (
+    BytesTokenizer,
+    Tokenizer,
+    find_tokenizer_file,
+    read_tokenizer,
+    tokenizer_file,
+    train_bpe,
+)
 from shardlib.errors import DataError
 from shardlib.registry import DataSpec
 

@@ -2,20 +2,19 @@
 
 import glob
 import io
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from shardlib.data import records
 from shardlib.data.config import as_paths
+from shardlib.data.corpus import BUILTIN, builtin_files
 from shardlib.data.hashing import digest
-from shardlib.data.safe_gzip import Gunzipped
-from shardlib.data.text.corpus import BUILTIN, builtin_files
+from shardlib.data.missing import missing
 from shardlib.data.text.fields import TextFields
-from shardlib.data.tokenizer import VOCABULARY
-from shardlib.errors import DataError, did_you_mean
+from shardlib.errors import DataError
 
 # Suffixes of the files read from a directory; a glob accepts any file.
 DIRECTORY_SUFFIXES = (".txt", ".md", ".jsonl", ".txt.gz", ".md.gz", ".jsonl.gz")
@@ -55,7 +54,7 @@ class TextSource:
 
     def _plain(self, file: Path) -> Iterator[str]:
         # newline="" keeps line ends, so that bytes are counted as on disk.
-        with io.TextIOWrapper(_open(file), encoding="utf-8", newline="") as stream:
+        with io.TextIOWrapper(records.opened(file), encoding="utf-8", newline="") as stream:
             try:
                 if self.separator is None:
                     yield stream.read()
@@ -69,33 +68,22 @@ class TextSource:
                 ) from None
 
     def _jsonl(self, file: Path) -> Iterator[str]:
-        with _open(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield self._field(line, f"{file}:{number}")
-
-    def _field(self, line: bytes, where: str) -> str:
-        try:
-            record = json.loads(line)
-        # ValueError is also raised for bytes that are not UTF-8, RecursionError for `[[[[...`.
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where}: not JSON: {error}.\n"
-                f"  A .jsonl file holds one JSON object a line; repair or remove this one."
-            ) from None
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{where}: expected a JSON object, found {type(record).__name__}.\n"
-                f'  Write the line as {{"{self.text_field}": "..."}}.'
-            )
-        if self.text_field not in record:
-            fields = ", ".join(map(repr, record)) or "none"
-            raise DataError(
-                f"{where}: no field {self.text_field!r}; its fields: {fields}."
-                f"{did_you_mean(self.text_field, record)}\n"
-                f"  Set data.text_field to the field that holds the text."
-            )
-        return _text(record[self.text_field], self.text_field, where)
+        form = f'{{"{self.text_field}": "..."}}'
+        fix = "Set data.text_field to the field that holds the text."
+        for number, record in enumerate(records.json_lines(file, form), 1):
+            if record is None:
+                continue
+            try:
+                text = records.text(record, self.text_field, fix)
+                text.encode()
+            except DataError as fault:
+                raise DataError(f"{file}:{number}: {fault}") from None
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"{file}:{number}: the field {self.text_field!r} holds half of a surrogate "
+                    "pair, which is not valid Unicode.\n  Repair or remove the line."
+                ) from None
+            yield text
 
 
 def open_sources(config: TextFields, paths: str | tuple[str, ...], key: str) -> list[TextSource]:
@@ -116,36 +104,6 @@ def open_sources(config: TextFields, paths: str | tuple[str, ...], key: str) -> 
     if faults:
         raise DataError("\n".join(faults))
     return sources
-
-
-def missing(path: str) -> DataError:
-    """Returns the error for a path that does not exist, with a similar sibling as a hint."""
-    parent = Path(path).parent
-    siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    hint = did_you_mean(Path(path).name, siblings)
-    if not parent.is_dir():
-        hint = f" The directory {str(parent)!r} is missing too."
-    return DataError(
-        f"there is nothing at {path!r}.{hint}\n"
-        f"  Correct the path; it is relative to {str(Path.cwd())!r}."
-    )
-
-
-def find_tokenizer_file(name: str) -> Path | None:
-    """Returns the file that `data.tokenizer` names by its path or that of its folder, or None."""
-    place = Path(name).expanduser()
-    files = (place, place / "tokenizer.json", place / VOCABULARY)
-    return next((file for file in files if file.is_file()), None)
-
-
-def tokenizer_file(name: str) -> Path:
-    """Returns the result of `find_tokenizer_file`, or raises `DataError`."""
-    found = find_tokenizer_file(name)
-    if found is None:
-        place = Path(name).expanduser()
-        place = place / "tokenizer.json" if place.is_dir() else place
-        raise DataError(f"data.tokenizer: {missing(str(place))}")
-    return found
 
 
 def check_exist(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | None) -> None:
@@ -200,31 +158,9 @@ def _is_hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
 
-def _open(file: Path) -> io.BufferedReader:
-    if file.name.endswith(".gz"):
-        return io.BufferedReader(Gunzipped(file), 1 << 20)
-    return open(file, "rb")
-
-
 def _separated(stream: IO[str], separator: str) -> Iterator[str]:
     rest = ""
     while chunk := stream.read(_CHUNK_CHARACTERS):
         *whole, rest = (rest + chunk).split(separator)
         yield from whole
     yield rest
-
-
-def _text(value: Any, field: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: the field {field!r} holds {type(value).__name__}, not text.\n"
-            f"  Set data.text_field to a field of text."
-        )
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{where}: the field {field!r} holds half of a surrogate pair, which is not valid "
-            f"Unicode.\n  Repair or remove the line."
-        ) from None
-    return value
