@@ -60,13 +60,8 @@ class Table:
     """Rows of cells under named columns, which rich can print.
 
     A table that is too wide for a narrow terminal is printed row by row, since folded cells break
-    words.
-
-    Attributes:
-        title: Title of the table.
-        columns: Column names. A column whose name ends with `>` is right-aligned, as numbers are.
-        rows: Rows with one text for each column.
-        notes: Lines below the table.
+    words. A column whose name ends with `>` is right-aligned, as numbers are. Notes are lines below
+    the table.
     """
 
     title: str

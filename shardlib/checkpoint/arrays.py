@@ -87,7 +87,7 @@ def own_files(directory: pathlib.Path) -> list[str]:
 
 
 def read(directory: pathlib.Path, targets: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Reads arrays of the checkpoint `directory`, bit for bit.
+    """Returns arrays of the checkpoint `directory` by path, bit for bit.
 
     Args:
         directory: A complete checkpoint with leaves of the paths, shapes and dtypes of `targets`;
@@ -95,9 +95,6 @@ def read(directory: pathlib.Path, targets: Mapping[str, Leaf]) -> dict[str, Leaf
         targets: A `jax.ShapeDtypeStruct` or an array by path. A target with a sharding gives a
             `jax.Array` with that sharding, one without gives a numpy array on the host, and a
             Python number gives a number. PRNG keys always become `jax.Array`.
-
-    Returns:
-        The arrays by path.
 
     Raises:
         DamageError: If the shape of a stored array differs from its target.

@@ -203,11 +203,8 @@ class StepDirectory:
             trash.rmdir()
 
     def set_aside(self, step: int) -> pathlib.Path:
-        """Moves a damaged checkpoint aside, so that its step can be saved again.
-
-        Returns:
-            Its new path.
-        """
+        """Moves a damaged checkpoint aside, so that its step can be saved again; returns its new
+        path."""
         damaged = self.path / DAMAGED
         if damaged.is_symlink():
             raise CheckpointError(

@@ -36,9 +36,6 @@ class Restoring:
     """A restore of one checkpoint.
 
     Attributes:
-        place: Directory of the checkpoint.
-        manifest: Its manifest.
-        peers: The processes.
         notify: Called if the values cannot be verified.
         on_difference: Called for each leaf that is cast, kept or dropped; `notify` by default.
         cast: Whether dtypes may differ from the saved dtypes.
@@ -198,10 +195,8 @@ def check_same_leaves(
     cast: bool = False,
     partial: Partial = False,
 ) -> list[str]:
-    """Rejects a checkpoint whose leaves differ from the leaves of the target state.
-
-    Returns:
-        A line for each accepted difference.
+    """Rejects a checkpoint whose leaves differ from the leaves of the target state. Returns a line
+    for each accepted difference.
 
     Raises:
         CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;

@@ -258,7 +258,7 @@ def where_of_equation(equation: jax.extend.core.JaxprEqn, name: str = "") -> Whe
 
 
 def innermost_source(equation: jax.extend.core.JaxprEqn) -> str:
-    """Returns `file:line (function)` of the innermost user line behind a jaxpr's equation, or ""."""
+    """Returns `file:line (function)` of the innermost user line behind an equation, or ""."""
     own = _own(_frames(equation))
     return f"{own[0].file}:{own[0].line} ({own[0].function})" if own else ""
 

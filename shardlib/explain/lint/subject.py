@@ -49,19 +49,11 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One array that a step takes.
+    """One array that a step takes. Its path starts with the name of its argument, its `owner`.
 
-    Attributes:
-        path: Path that starts with the name of its argument: `params/head/kernel`.
-        owner: Name of its argument.
-        shape: Shape of the whole array.
-        dtype: Dtype of the array.
-        spec: Mesh axes of each dim. None if the sharding cannot be expressed by axes.
-        category: Purpose of the array, as in `CompiledStep.argument_names`.
-        is_state: Whether it belongs to the state that a step keeps, and not to a batch.
-        donated: Whether its buffer is donated. None if unknown.
-        number: Index among the program's parameters. None if the program does not read it.
-        shards: Number of shards of the array.
+    `spec` is None if the sharding cannot be expressed by mesh axes, `donated` if it is unknown, and
+    `number`, the index among the program's parameters, if the program does not read it. `category`
+    is as in `CompiledStep.argument_names`. A state is what a step keeps; other arrays are a batch.
     """
 
     path: str
@@ -107,21 +99,10 @@ class PlacedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A compiled step. Checks skip the attributes that are left out.
+    """A compiled step; see `CompiledStep`. Checks skip the attributes that are left out.
 
-    Attributes:
-        text: Text of the compiled program.
-        mesh: Sizes of the mesh axes, in mesh order.
-        cluster: Cluster that it is compiled for.
-        arguments: Arguments as pytrees of `ShapeDtypeStruct` with shardings.
-        names: Category of each array by path, as in `CompiledStep.argument_names`.
-        donated: Whether each leaf of `arguments` is donated, in order.
-        warnings: Text that the compiler wrote to stderr.
-        jaxpr: The traced step.
-        state: Report on the state, for its rules.
-        limits: The smallest sizes that are reported.
-        module: Program parsed from `text`.
-        program: Report on its collectives.
+    `names` is its `argument_names`. `module` is the program parsed from `text`, and `program` the
+    report on its collectives.
     """
 
     text: str
@@ -153,15 +134,8 @@ class Subject:
         module: Module | None = None,
         program: ProgramReport | None = None,
     ) -> "Subject":
-        """Returns the subject for a step compiled ahead of time.
-
-        Args:
-            step: The step.
-            state: Report on its state.
-            limits: The smallest sizes that are reported.
-            module: The step's text, if it is already parsed.
-            program: Its collectives, if they are already read.
-        """
+        """Returns the subject for a step compiled ahead of time, whose text may be parsed already
+        and its collectives read."""
         module = module or parse(step.text)
         return cls(
             step.text,
