@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 from flax import nnx
 
 from shardlib.registry import DataSpec
@@ -35,6 +36,11 @@ def made(scope=None, vocab_size=VOCAB, **options):
         max_positions=256,
         **options,
     )
-    model = FAMILY.make(config, DataSpec(), nnx.Rngs(0))
+
+    def parts():
+        return nnx.split(FAMILY.make(config, DataSpec(), nnx.Rngs(0)))
+
+    # On a mesh the initializers place what they make.
+    model = nnx.merge(*(jax.jit(parts)() if scope is None else parts()))
     model.eval()
     return Served(model, model.config, scope)

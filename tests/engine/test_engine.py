@@ -27,6 +27,12 @@ def bits(answers):
     return [[(token.id, token.logprob, token.top) for token in a.tokens] for a in answers]
 
 
+@pytest.fixture(scope="module")
+def engine(served):
+    tokens = dataclasses.replace(served, tokenizer=BytesTokenizer())
+    return Engine(tokens, context=128, slots=4, chunk=64)
+
+
 EXACT = {"context": 128, "deterministic": True}
 
 
@@ -111,8 +117,7 @@ def test_a_shared_prefix_is_computed_once(served):
     assert bits([second]) == bits(fresh)
 
 
-def test_a_cancelled_request_frees_its_slot_and_pages(served):
-    engine = Engine(served, context=128, slots=2)
+def test_a_cancelled_request_frees_its_slot_and_pages(engine):
     request = engine.submit([1, 2, 3])
     late = engine.submit([1, 2, 3], timeout_seconds=0.0)
     for _ in range(4):
@@ -126,8 +131,7 @@ def test_a_cancelled_request_frees_its_slot_and_pages(served):
     assert not engine.step()
 
 
-def test_an_answer_ends_before_stops(served):
-    engine = Engine(served, context=128)
+def test_an_answer_ends_before_stops(engine):
     drawn = {"max_tokens": 16, "temperature": 1.0}
     (whole,) = engine.generate([[5, 6]], **drawn)
     end = whole.ids[8]
@@ -184,8 +188,7 @@ def test_requests_that_cannot_be_answered(served):
         Engine(served, chunk=100)
 
 
-def test_text_comes_as_it_is_known(served):
-    engine = Engine(dataclasses.replace(served, tokenizer=BytesTokenizer()), context=128)
+def test_text_comes_as_it_is_known(engine):
     # The bytes of the prompt are below the vocabulary of 96.
     (whole,) = engine.generate(" 1+1=2 ", max_tokens=16, temperature=1.0, seed=3)
     pieces = list(engine.stream(" 1+1=2 ", max_tokens=16, temperature=1.0, seed=3))
@@ -194,12 +197,6 @@ def test_text_comes_as_it_is_known(served):
     stop = whole.text[5:8]
     (cut,) = engine.generate(" 1+1=2 ", max_tokens=16, temperature=1.0, seed=3, stop=stop)
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
-
-
-@pytest.fixture(scope="module")
-def engine(served):
-    tokens = dataclasses.replace(served, tokenizer=BytesTokenizer())
-    return Engine(tokens, context=128, slots=4, chunk=64)
 
 
 def test_prompts_and_samplings_in_every_form(engine):
@@ -339,7 +336,14 @@ def test_weights_and_cache_in_8_bits(served):
         Engine(served, cache="fp8")
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 32, "pages": 5}], ids=["whole", "few pages"])
+@nnx.jit
+def last_hidden(model, tokens):
+    x, _, _ = model.hidden(tokens, jnp.arange(tokens.shape[1])[None], Context())
+    return model.normed(x)[0, -1]
+
+
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("options", [{"chunk": 32, "pages": 5}, {}], ids=["few pages", "whole"])
 def test_embeddings_are_what_the_head_reads(served, options):
     engine = Engine(served, slots=4, context=64, **options)
     prompts = [list(range(5, 5 + n)) for n in (1, 16, 40)]
@@ -347,9 +351,7 @@ def test_embeddings_are_what_the_head_reads(served, options):
     for _ in range(2):
         found = engine.embed([*prompts, prompts[-1]])
         for prompt, vector in zip(prompts, found, strict=False):
-            tokens = jnp.asarray([prompt])
-            x, _, _ = served.model.hidden(tokens, jnp.arange(len(prompt))[None], Context())
-            expected = np.asarray(served.model.normed(x)[0, -1])
+            expected = np.asarray(last_hidden(served.model, jnp.asarray([prompt])))
             length = np.linalg.norm(expected)
             np.testing.assert_allclose(vector, expected / length, atol=1e-6)
         np.testing.assert_array_equal(found[2], found[3])

@@ -132,11 +132,14 @@ class Job:
         )
 
 
-def make_job(mesh, *, num_layers=8, make=None, loss=loss, batch=None, dtypes="f32"):
+def make_job(
+    mesh, *, num_layers=8, make=None, loss=loss, batch=None, dtypes="f32", is_abstract=False
+):
     sizes = [axis.size for axis in MeshConfig.parse(mesh).axes]
     mesh = sl.make_mesh(mesh, devices=jax.devices()[: math.prod(sizes)])
     make = make or (lambda rngs: Model(num_layers, rngs))
     with sl.use(mesh, sl.rules.STANDARD):
-        state = sl.init_state(make, optax.sgd(0.1), seed=0, precision=dtypes)
+        init = sl.abstract_state if is_abstract else functools.partial(sl.init_state, seed=0)
+        state = init(make, optax.sgd(0.1), precision=dtypes)
     part = PartLoss(state.definition, loss, precision(dtypes))
     return Job(mesh, part, state, make_batch() if batch is None else batch)

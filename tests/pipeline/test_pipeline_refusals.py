@@ -1,5 +1,6 @@
 """What cannot be cut into stages is refused with the reason, while tracing."""
 
+import functools
 import re
 
 import jax
@@ -13,6 +14,8 @@ from shardlib.errors import MeshError, ModelError
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.sharding import manual
 from shardlib.train.pipeline import PipelineConfig
+
+abstract_job = functools.partial(make_job, is_abstract=True)
 
 
 def refusal(job, config=None, microbatches=4):
@@ -71,7 +74,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(("loss", "text"), LOSSES, ids=[loss.__name__ for loss, _ in LOSSES])
 def test_losses_that_cannot_be_cut(loss, text):
-    assert re.search(text, refusal(make_job("stage=2", num_layers=2, loss=loss)))
+    assert re.search(text, refusal(abstract_job("stage=2", num_layers=2, loss=loss)))
 
 
 class Normed(Layer):
@@ -107,7 +110,7 @@ class Counting(Model):
     ids=["in the layers", "outside"],
 )
 def test_running_statistics(make, text):
-    assert re.search(text, refusal(make_job("stage=2", make=make)))
+    assert re.search(text, refusal(abstract_job("stage=2", make=make)))
 
 
 class Encoded(Model):
@@ -160,7 +163,7 @@ def test_a_ring_inside_of_the_layers():
 
 
 def test_a_mesh_without_stages():
-    job = make_job("data=2", num_layers=2)
+    job = abstract_job("data=2", num_layers=2)
     assert re.search("no axis `stage` .*\n  Give the mesh stage=2 or more", refusal(job))
 
 
