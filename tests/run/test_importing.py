@@ -47,7 +47,8 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+@pytest.mark.rest("soak")
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "fsdp=8"])
 def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_path, mesh):
     out, copy = tmp_path / "run", tmp_path / "copy"
     assert shardlib("import", folder, "--out", out, f"mesh={mesh}") == (
