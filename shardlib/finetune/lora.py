@@ -23,7 +23,7 @@ from shardlib.functional.projections import (
     replace_module,
     variable,
 )
-from shardlib.functional.quantized import Kind, quantize
+from shardlib.functional.quantized import Kind, QuantizedKernel, quantize
 from shardlib.nn.stack import stack_layers
 
 TARGETS = ("**/attention/*",)
@@ -224,11 +224,15 @@ def lora(
 
 
 def merge(source: Any) -> Any:
-    """Returns the model of a training state, or a model, with its adapters in its kernels."""
+    """Returns the model of a training state, or a model, with its adapters in its kernels, and all
+    kernels whole: those in few bits are widened."""
     model = getattr(source, "model", source)
     model = nnx.merge(*nnx.split(model))
     for path, module in adapters(model).items():
         replace_module(model, path, module.merged())
+    for module in modules(model).values():
+        if isinstance(kernel := getattr(module, "kernel", None), QuantizedKernel):
+            module.kernel = variable(nnx.Param, kernel[...], axes_of(kernel))
     return model
 
 
