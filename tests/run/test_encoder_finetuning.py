@@ -99,24 +99,38 @@ def evaluated(run_dir):
     return {name.partition("/")[2]: x for name, x in rows[-1].items() if name.startswith("eval/")}
 
 
-def trained_elsewhere(place, kind, run_dir, *words, launch=()):
-    """Trains in processes of their own."""
+def trained_by_two(place, kind, run_dir, *words):
+    """Trains in two processes."""
     words = words_of(place, kind, run_dir, "train.steps=3", *words)
     file = run_dir.with_suffix(".yaml")
     file.write_text("seed: 0")
+    launch = ("launch", "--processes", "2", "--")
     command = [sys.executable, "-W", "error", "-m", "shardlib", *launch, "train", str(file), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return evaluated(run_dir), losses(run_dir)
 
 
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from shardlib import run
+from shardlib.config import load
+for words in json.loads(sys.argv[1]):
+    run.train(load(run.RunConfig, None, words))
+"""
+
+
 @pytest.fixture(scope="module")
 def single(place):
-    """The last evaluation and the losses of each kind of run on one device."""
-    return {
-        kind: trained_elsewhere(place, kind, place / f"single-{kind}", "train.cpu_devices=1")
-        for kind in ("texts", "questions")
-    }
+    """The last evaluation and the losses of each kind of run on one device, in a process of their
+    own."""
+    places = {kind: place / f"single-{kind}" for kind in ("texts", "questions")}
+    few = ("train.cpu_devices=1", "train.steps=3")
+    words = [words_of(place, kind, run_dir, *few) for kind, run_dir in places.items()]
+    command = [sys.executable, "-W", "error", "-c", ONE_AFTER_THE_OTHER, json.dumps(words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return {kind: (evaluated(run_dir), losses(run_dir)) for kind, run_dir in places.items()}
 
 
 # Two processes train on questions.
@@ -192,8 +206,7 @@ def test_what_another_head_cannot_have_is_refused(place, tmp_path):
 @pytest.mark.process
 def test_processes_count_each_question_once(place, single, tmp_path):
     words = ("mesh=fsdp=4", "train.cpu_devices=4", "eval.global_batch=12")
-    launch = ("launch", "--processes", "2", "--")
-    found = trained_elsewhere(place, "questions", tmp_path / "run", *words, launch=launch)
+    found = trained_by_two(place, "questions", tmp_path / "run", *words)
     expected = single["questions"]
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-5)
     assert found[0] == pytest.approx(expected[0], rel=2e-5)
