@@ -122,7 +122,7 @@ def evaluated(model, tasks):
     """The answers to each question, and the metrics."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(tasks))
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=model, tasks=NAMES, task_manager=manager, bootstrap_iters=0
     )
@@ -135,6 +135,20 @@ def expected(folder, tasks):
     from lm_eval.models.huggingface import HFLM
 
     return evaluated(HFLM(pretrained=str(folder), device="cpu", dtype="float32"), tasks)
+
+
+@pytest.fixture(scope="module")
+def known(tasks):
+    """Two tasks among the published ones, which take seconds to index."""
+    found = find_tasks(["own_ch*", "own_texts"], include_path=str(tasks))
+    assert found.names == ("own_choices", "own_texts")
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    """One for all tests, which share its compiled programs."""
+    return text_model(str(folder), mesh="data=8")
 
 
 @pytest.mark.rest("soak")
@@ -157,8 +171,7 @@ def test_answers_are_those_of_the_harness(folder, tasks, expected, mesh):
                 assert results[task][name] == pytest.approx(value, rel=1e-5), (task, name)
 
 
-def test_prompts_of_unequal_length_continue_as_alone(folder):
-    model = text_model(str(folder), mesh="data=8")
+def test_prompts_of_unequal_length_continue_as_alone(model):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 250, n).tolist() for n in (1, 3, 17, 20, 33, 34)]
     together = model.continued(prompts, 8)
@@ -171,8 +184,7 @@ def test_prompts_of_unequal_length_continue_as_alone(folder):
             row.append(token)
 
 
-def test_rows_that_differ_in_the_last_token_are_read_once(folder, monkeypatch):
-    model = text_model(str(folder), mesh="data=8")
+def test_rows_that_differ_in_the_last_token_are_read_once(model, monkeypatch):
     rng = np.random.default_rng(2)
     starts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 20, 20, 40)]
     rows = [[*start, int(last)] for start in starts for last in rng.choice(250, 20, replace=False)]
@@ -197,9 +209,8 @@ def test_rows_that_differ_in_the_last_token_are_read_once(folder, monkeypatch):
     assert len({float(scores.logprobs[-1]) for scores in together[:20]}) == 20
 
 
-def test_writing_stops_when_a_row_has_ended(folder, monkeypatch):
+def test_writing_stops_when_a_row_has_ended(model, monkeypatch):
     monkeypatch.setattr("shardlib.evaluation.text_model._FIRST_CHECK", 4)
-    model = text_model(str(folder), mesh="data=8")
     prompts = [[1, *range(40, 40 + n)] for n in (2, 5, 9)]
     with jax.default_matmul_precision("highest"):
         whole = model.continued(prompts, 24)
@@ -219,8 +230,7 @@ def test_writing_stops_when_a_row_has_ended(folder, monkeypatch):
     assert not model.has_ended([*encode("fox"), 1])
 
 
-def test_wrong_requests(folder, tasks):
-    model = text_model(str(folder))
+def test_wrong_requests(model, tasks, known):
     with pytest.raises(ConfigError, match=r"'own_choice'.*own_choices.*\n  .*--include-path"):
         find_tasks(["own_choice"], include_path=str(tasks))
     with pytest.raises(ConfigError, match="no tasks are named"):
@@ -243,7 +253,7 @@ def test_wrong_requests(folder, tasks):
         harness._loglikelihood_tokens([((" a", " b"), [1], [2]), (("laz", "y"), [5], [])])
     with pytest.raises(ConfigError, match="has 60 tokens of 48 at most"):
         harness._loglikelihood_tokens([(("a", "b"), [1], [2] * 60)])
-    found = run_tasks(model, find_tasks(["own_ch*"], include_path=str(tasks)), limit=4)
+    found = run_tasks(model, dataclasses.replace(known, names=("own_choices",)), limit=4)
     scores = found["own_choices"]
     assert 0 <= scores.metrics["acc"] <= 1
     assert 0 <= scores.stderrs["acc"] <= 1
@@ -254,8 +264,7 @@ def request(text, options):
     return SimpleNamespace(args=(text, options))
 
 
-def test_sampling_stops_and_framing(folder, caplog):
-    model = text_model(str(folder))
+def test_sampling_stops_and_framing(model, caplog):
     options = {"max_tokens": 8, "temperature": 0.8, "top_p": 0.5, "until": ["<s>", "q"]}
     harness_model(model).generate_until([request("the", options)])
     assert "sampling has no top_p: ignored" in caplog.text
@@ -282,7 +291,7 @@ def test_a_model_without_numbers_is_never_right(folder):
 CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}<s>assistant:"
 
 
-def test_chats_and_the_folders_own_end(folder, tasks, tmp_path):
+def test_chats_and_the_folders_own_end(folder, known, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     with pytest.raises(DataError, match="has no chat template"):
         harness_model(text_model(str(tmp_path)), chat=True)
@@ -295,7 +304,7 @@ def test_chats_and_the_folders_own_end(folder, tasks, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert prompt == "<s>user: the fox<s>assistant:"
     assert harness.tok_encode(prompt) == tokenizer.encode(prompt, add_special_tokens=False)
-    found = run_tasks(model, find_tasks(["own_texts"], include_path=str(tasks)), chat=True)
+    found = run_tasks(model, dataclasses.replace(known, names=("own_texts",)), chat=True)
     assert "exact_match" in found["own_texts"].metrics
 
 
