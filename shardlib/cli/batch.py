@@ -19,6 +19,7 @@ from shardlib.cli.engine_options import (
     Name,
     Pages,
     Slots,
+    Speculate,
     Weights,
     open_engine,
 )
@@ -47,6 +48,7 @@ def batch(
     context: Context = None,
     pages: Pages = None,
     chunk: Chunk = 256,
+    speculate: Speculate = 0,
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
@@ -59,7 +61,8 @@ def batch(
 
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
-        chunk=chunk, deterministic=deterministic, weights=weights, cache=cache,
+        chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
+        cache=cache,
     )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:

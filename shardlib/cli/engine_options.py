@@ -32,6 +32,15 @@ Pages = Annotated[
 Chunk = Annotated[
     int, typer.Option(min=1, help="Prompt tokens that a step reads, a multiple of 32.")
 ]
+Speculate = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=31,
+        help="Next tokens that are guessed from earlier text and checked in one step; answers stay "
+        "the same.",
+    ),
+]
 Deterministic = Annotated[
     bool,
     typer.Option(

@@ -16,6 +16,7 @@ from shardlib.cli.engine_options import (
     Name,
     Pages,
     Slots,
+    Speculate,
     Weights,
     open_engine,
 )
@@ -55,6 +56,7 @@ def serve(
     connections: Connections = 1024,
     files: Files = None,
     body_bytes: BodyBytes = 2**24,
+    speculate: Speculate = 0,
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
@@ -79,7 +81,8 @@ def serve(
     bound = claim(host, port)
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
-        chunk=chunk, deterministic=deterministic, weights=weights, cache=cache,
+        chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
+        cache=cache,
     )  # fmt: skip
     if host not in _LOCAL and not keys:
         warn(f"anyone who reaches {host} may ask: there are no API keys. Give --api-keys.")

@@ -86,4 +86,8 @@ class EngineStats:
     cached_tokens: int
     """Tokens of prompts that were found in the cache."""
     answer_tokens: int
+    guessed_tokens: int
+    """Tokens that `speculate` guessed."""
+    right_tokens: int
+    """Tokens of them that were right."""
     num_compiled: int

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.answering import EngineStats, Request
@@ -34,14 +33,20 @@ from shardlib.engine.programs import (
 )
 from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
-from shardlib.engine.scheduler import EngineStep, GroupStep, Scheduler, SequenceState
+from shardlib.engine.scheduler import (
+    DecodeRow,
+    EngineStep,
+    GroupStep,
+    Lane,
+    Scheduler,
+    SequenceState,
+)
 from shardlib.engine.servable import Servable, TextTokenizer
-from shardlib.engine.sizes import engine_sizes
+from shardlib.engine.sizes import EngineSizes, engine_sizes
 from shardlib.engine.texts import TextStream
-from shardlib.engine.weights import ServedWeights
+from shardlib.engine.weights import ServedWeights, placed, shardings_of
 from shardlib.errors import ModelError
 from shardlib.functional.quantized import Bits, check_bits
-from shardlib.sharding.constrain import Scope
 
 
 class Engine:
@@ -63,10 +68,15 @@ class Engine:
         chunk: Tokens of prompts that a step reads at most.
         lane: Tokens of one prompt that stand together in a step; divides `chunk`.
         prefix_cache: Whether equal beginnings of prompts are computed once.
-        overlap: Whether a step starts before the tokens of the last one are known.
+        overlap: Whether a step starts before the tokens of the last one are known; not with
+            `speculate`.
+        speculate: Tokens of a running sequence at most that a step guesses, from what followed its
+            last tokens before, and checks. Answers stay the same; those that repeat their prompt or
+            themselves take fewer steps. Each such sequence takes a lane, so that lanes which read
+            prompts are served first.
         deterministic: Whether the bits of an answer depend on its request alone, and not on other
-            requests, the prefix cache, `chunk`, preemption or `overlap`. Tested with float32
-            parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
+            requests, the prefix cache, `chunk`, preemption, `overlap` or `speculate`. Tested with
+            float32 parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
         weights: `int8` for kernels of layers in 8 bits with a scale for each output, widened where
             they are read; None for weights as they are.
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
@@ -91,6 +101,7 @@ class Engine:
         lane: int = 32,
         prefix_cache: bool = True,
         overlap: bool = True,
+        speculate: int = 0,
         deterministic: bool = False,
         weights: Bits | None = None,
         cache: Bits | None = None,
@@ -112,28 +123,21 @@ class Engine:
             max_length=decoding.max_length(servable.config),
             deterministic=deterministic,
             cache=cache,
+            guesses=speculate,
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
-        self.scheduler = Scheduler(
-            num_groups=sizes.groups,
-            num_slots=sizes.slots,
-            num_pages=sizes.num_pages,
-            page_size=page_size,
-            num_lanes=chunk // lane,
-            lane_width=lane,
-            share_prefixes=prefix_cache,
-        )
+        self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
         if deterministic:
             check_exact(params)
-        self._shardings = jax.tree.map(lambda x: _sharding(x, servable.scope), params)
-        self._params = self._placed(params)
+        self._shardings = shardings_of(params, servable.scope)
+        self._params = placed(params, self._shardings)
         self._state: DeviceState = self._programs.initial(self._params)
-        self._overlap, self._lock = overlap, threading.RLock()
+        self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._requests: dict[SequenceState, Request] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._counts = collections.Counter[str]()
@@ -371,7 +375,7 @@ class Engine:
         """
         served = nnx.state(self._weights.served(params))
         with self._lock:
-            self._params = self._placed(served)
+            self._params = placed(served, self._shardings)
             self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
 
@@ -390,19 +394,16 @@ class Engine:
                 prompt_tokens=self._counts["prompt"],
                 cached_tokens=self._counts["cached"],
                 answer_tokens=self._counts["answer"],
+                guessed_tokens=self._counts["guessed"],
+                right_tokens=self._counts["right"],
                 num_compiled=self._programs.num_traced,
             )
-
-    def _placed(self, params: Any) -> Any:
-        """Returns parameters in the one form that steps are compiled for: bound to their devices,
-        and without the weak types of Python's numbers."""
-        strong = jax.tree.map(lambda x: x.astype(x.dtype) if _is_weak(x) else x, params)
-        return jax.device_put(strong, self._shardings)
 
     def _added(self, step: EngineStep) -> dict[SequenceState, np.ndarray]:
         """Returns what is added to the logits of sequences; ends those whose grammar fails."""
         added = {}
-        for _, sequence in step.drawing(self._sizes.slots):
+        for _, work in self._drawing(step):
+            sequence = work.sequence
             if sequence.adjustment is not None:
                 try:
                     added[sequence] = sequence.adjustment.row(sequence.out)
@@ -416,11 +417,26 @@ class Engine:
         if step.scores:
             self._record_prompts(step, jax.device_get(result.scores))
         drawn = jax.device_get(result.drawn)
-        drawing = list(step.drawing(self._sizes.slots))
-        if any(sequence.sampling.embedding for _, sequence in drawing):
+        drawing = list(self._drawing(step))
+        if any(work.sequence.sampling.embedding for _, work in drawing):
             self._record_embeddings(drawing, jax.device_get(result.embeddings))
-        for row, sequence in drawing:
-            self._record(sequence, drawn, row, version)
+        for (group, first), work in drawing:
+            num_right = self._checked(work, drawn.tokens[group, first:])
+            for row in range(first, first + 1 + num_right):
+                self._record(work.sequence, drawn, (group, row), version)
+
+    def _drawing(self, step: EngineStep) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
+        return step.drawing(self._sizes.slots, self._sizes.draws_a_lane)
+
+    def _checked(self, work: DecodeRow | Lane, drawn: np.ndarray) -> int:
+        """Returns how many guesses of a lane are the tokens that were drawn."""
+        if not work.guess:
+            return 0
+        wrong = (number for number, one in enumerate(work.guess) if one != drawn[number])
+        num_right = next(wrong, len(work.guess))
+        self.scheduler.checked(work, num_right)
+        self._counts.update(guessed=len(work.guess), right=num_right)
+        return num_right
 
     def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
         """Records the log probabilities of prompts, which come before the last answer."""
@@ -440,12 +456,12 @@ class Engine:
                 request.prompt_tokens[lane.start + offset + 1] = token
 
     def _record_embeddings(
-        self, drawing: list[tuple[tuple[int, int], SequenceState]], vectors: np.ndarray
+        self, drawing: list[tuple[tuple[int, int], DecodeRow | Lane]], vectors: np.ndarray
     ) -> None:
-        for row, sequence in drawing:
-            request = self._requests.get(sequence)
+        for row, work in drawing:
+            request = self._requests.get(work.sequence)
             # The first token follows the prompt, of which this is the last row.
-            if request is not None and sequence.sampling.embedding and not request.tokens:
+            if request is not None and work.sequence.sampling.embedding and not request.tokens:
                 request.embedding = vectors[row].copy()
 
     def _record(
@@ -556,22 +572,22 @@ class _InFlight(NamedTuple):
     version: int
 
 
+def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Scheduler:
+    return Scheduler(
+        num_groups=sizes.groups,
+        num_slots=sizes.slots,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        num_lanes=num_lanes,
+        lane_width=sizes.lane,
+        share_prefixes=share_prefixes,
+        num_guesses=sizes.guesses,
+    )
+
+
 def _token(drawn: Drawn, row: tuple[int, int], token: int, sampling: Sampling) -> Token:
     """Returns the token of a row with its log probabilities."""
     count = sampling.logprobs or 0
     top = zip(drawn.top_tokens[row][:count], drawn.top_logprobs[row][:count], strict=True)
     pairs = tuple((int(token), float(logprob)) for token, logprob in top)
     return Token(token, float(drawn.logprobs[row]), pairs)
-
-
-def _sharding(x: jax.Array, scope: Scope | None) -> Sharding:
-    """Returns the sharding of a parameter. What lies on one device, as the keys of dropout do, is
-    replicated on the mesh."""
-    if scope is None or len(x.sharding.device_set) > 1:
-        return x.sharding
-    return NamedSharding(scope.mesh, PartitionSpec())
-
-
-def _is_weak(x: Any) -> bool:
-    # The keys of dropout, which is off, are arrays without such a type.
-    return getattr(x, "weak_type", False)

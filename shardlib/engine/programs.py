@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int
 
 from shardlib.engine.adapters import NO_ADAPTER, adapter_of_rows
 from shardlib.engine.by_rows import by_rows
@@ -44,11 +45,13 @@ class StepArrays(NamedTuple):
     tokens: np.ndarray
     """Of the rows of lanes: [groups, lanes * width] int32."""
     last_rows: np.ndarray
-    """Of each lane, the row of its last token; then any row, as often as needed: [groups, n]
-    int32."""
+    """Of each lane, the rows after which it may draw, `draws_a_lane` each; then any row, as often
+    as needed: [groups, n] int32."""
     slots: np.ndarray
-    """The slot of each lane that draws a token, and of others the number of slots: [groups, n]
-    int32."""
+    """The slot of each of these rows that draws a token, and of others the number of slots:
+    [groups, n] int32."""
+    guesses: np.ndarray
+    """The guess of the token that each of them draws, or -1: [groups, n] int32."""
     settings: Settings
     """Of slots, then of `last_rows`: [groups, drawn] each."""
     added: np.ndarray | None
@@ -152,8 +155,10 @@ class EnginePrograms:
             # Slots that did not decode keep their token: one that a lane draws is written after.
             is_active, tokens = rows.pages[:, :num_slots] > 0, result.drawn.tokens
             slots = jnp.where(is_active, tokens[:, :num_slots], state.tokens)
+            tokens = tokens[:, num_slots:]
+            is_last = last_drawn(tokens, jnp.asarray(arrays.guesses), self._sizes.draws_a_lane)
             slots = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))(
-                slots, arrays.slots, tokens[:, num_slots:]
+                slots, jnp.where(is_last, arrays.slots, num_slots), tokens
             )
             return DeviceState(pages, constrain(slots, "batch", None)), result
 
@@ -168,6 +173,16 @@ class EnginePrograms:
         if self._scope is None:
             return contextlib.nullcontext()
         return use(self._scope.mesh, self._scope.rules)
+
+
+def last_drawn(
+    tokens: Int[Array, "groups rows"], guesses: Int[Array, "groups rows"], draws_a_lane: int
+) -> Bool[Array, "groups rows"]:
+    """Returns which row of each lane draws its last token: the first whose guess is wrong, or that
+    has none."""
+    is_right = (tokens == guesses).reshape(len(tokens), -1, draws_a_lane)
+    num_right = jnp.sum(jnp.cumprod(is_right, axis=-1, dtype=jnp.int32), axis=-1, keepdims=True)
+    return (jnp.arange(draws_a_lane)[None, None] == num_right).reshape(tokens.shape)
 
 
 def serving_scope(scope: Scope, params: Any) -> Scope:
@@ -222,10 +237,11 @@ class Arranger:
         tables = np.zeros((slots, self.sizes.pages_a_row), np.int32)
         lane_tables = np.zeros((count, self.sizes.pages_a_row), np.int32)
         tokens, targets = np.zeros(count * width, np.int32), np.zeros_like(positions)
-        drawn = max(slots + count, self.sizes.least_drawn)
-        last_rows = np.zeros(drawn - slots, np.int32)
-        lane_slots = np.full(drawn - slots, slots, np.int32)
-        sampling: list[Sampling | None] = [None] * drawn
+        draws = self.sizes.draws_a_lane
+        more = -(-max(count * draws, self.sizes.least_drawn - slots) // draws) * draws
+        last_rows, guesses = np.zeros(more, np.int32), np.full(more, -1, np.int32)
+        lane_slots = np.full(more, slots, np.int32)
+        sampling: list[Sampling | None] = [None] * (slots + more)
         adapters = np.full(positions.shape, NO_ADAPTER, np.int32)
         for row in group.decodes:
             sampling[row.slot] = row.sequence.sampling
@@ -244,15 +260,19 @@ class Arranger:
             adapters[slots + first : slots + first + size] = self._adapter(lane.sequence)
             of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
-            last_rows[number] = slots + first + size - 1
             if lane.draws:
-                lane_slots[number] = lane.slot
-                sampling[slots + number] = lane.sequence.sampling
+                at, known = number * draws, size - len(lane.guess)
+                mine = slice(at, at + 1 + len(lane.guess))
+                last_rows[mine] = np.arange(slots + first + known - 1, slots + first + size)
+                lane_slots[mine], guesses[mine.start : mine.stop - 1] = lane.slot, lane.guess
+                for row in range(mine.start, mine.stop):
+                    sampling[slots + row] = lane.sequence.sampling
         return StepArrays(
             Rows(positions, pages, tables, lane_tables),
             tokens,
             last_rows,
             lane_slots,
+            guesses,
             settings_of(sampling),
             None,
             targets,
@@ -272,8 +292,8 @@ class Arranger:
             return None
         vocab = len(next(iter(added.values())))
         every = np.zeros((len(step.groups), drawn, vocab), np.float32)
-        for at, sequence in step.drawing(self.sizes.slots):
-            every[at] = added.get(sequence, 0.0)
+        for at, work in step.drawing(self.sizes.slots, self.sizes.draws_a_lane):
+            every[at] = added.get(work.sequence, 0.0)
         return every
 
 

@@ -8,10 +8,12 @@ slot and pages at once, because later steps run after it.
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from shardlib.engine.adjustment import Adjustment
+from shardlib.engine.guesses import NGrams
 from shardlib.engine.page_pool import PagePool, page_key
 from shardlib.engine.requests import Sampling
 from shardlib.errors import ModelError
@@ -37,7 +39,9 @@ class SequenceState:
     out: list[int] = dataclasses.field(default_factory=list)
     """The tokens of the answer that are known."""
     in_flight: int = 0
-    """Tokens of the answer that steps compute now."""
+    """Tokens of the answer that steps compute now, without those that need a right guess."""
+    ngrams: NGrams = dataclasses.field(default_factory=NGrams)
+    """Of known tokens, as far as guesses needed them."""
     computed: int = 0
     """Positions whose keys and values are in the cache once all planned steps have run."""
     read_until: int = 0
@@ -83,6 +87,7 @@ class SequenceState:
 class DecodeRow:
     """One token of a sequence, drawn by the step before it, at a position."""
 
+    guess: ClassVar[tuple[int, ...]] = ()
     sequence: SequenceState
     slot: int
     position: int
@@ -91,7 +96,7 @@ class DecodeRow:
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """Known tokens of a sequence from one position on."""
+    """Known tokens of a sequence from one position on, and guesses of the next tokens."""
 
     sequence: SequenceState
     slot: int
@@ -100,6 +105,9 @@ class Lane:
     draws: bool
     """Whether a token follows the last one."""
     pages: tuple[int, ...]
+    guess: tuple[int, ...] = ()
+    """The last of its tokens, if they are guessed: a token is drawn after the known one before
+    them, and after each that is the token drawn before it."""
 
     @property
     def scores(self) -> bool:
@@ -125,15 +133,22 @@ class EngineStep(NamedTuple):
         """Whether any lane wants the log probabilities of its tokens."""
         return any(lane.scores for group in self.groups for lane in group.lanes)
 
-    def drawing(self, num_slots: int) -> Iterator[tuple[tuple[int, int], SequenceState]]:
-        """Yields the sequences that draw a token, each with its group and row there: slots first,
-        then lanes."""
+    @property
+    def guesses(self) -> bool:
+        """Whether any lane has guesses."""
+        return any(lane.guess for group in self.groups for lane in group.lanes)
+
+    def drawing(
+        self, num_slots: int, draws_a_lane: int
+    ) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
+        """Yields the work that draws tokens, each with its group and the row there of its first
+        token: slots first, then lanes."""
         for number, group in enumerate(self.groups):
             for row in group.decodes:
-                yield (number, row.slot), row.sequence
+                yield (number, row.slot), row
             for lane_number, lane in enumerate(group.lanes):
                 if lane.draws:
-                    yield (number, num_slots + lane_number), lane.sequence
+                    yield (number, num_slots + lane_number * draws_a_lane), lane
 
 
 class _Group:
@@ -160,6 +175,8 @@ class Scheduler:
         lane_width: Tokens of a lane at most.
         share_prefixes: Whether sequences of a group share the pages of equal prefixes.
         num_groups: Groups of devices.
+        num_guesses: Tokens of a lane at most that are guessed; less than `lane_width`. A step with
+            guesses is read before the next is planned.
     """
 
     def __init__(
@@ -172,9 +189,10 @@ class Scheduler:
         lane_width: int,
         share_prefixes: bool = True,
         num_groups: int = 1,
+        num_guesses: int = 0,
     ):
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
-        self.share_prefixes = share_prefixes
+        self.share_prefixes, self.num_guesses = share_prefixes, num_guesses
         self._sizes = num_slots, num_pages
         self._groups = [_Group(*self._sizes) for _ in range(num_groups)]
         self.waiting: list[SequenceState] = []
@@ -244,6 +262,11 @@ class Scheduler:
         self._leave(sequence)
         sequence.ended = True
 
+    def checked(self, work: DecodeRow | Lane, num_right: int) -> None:
+        """Records how many guesses of a lane were right; `drawn` records its tokens after that."""
+        work.sequence.computed -= len(work.guess) - num_right
+        work.sequence.in_flight += num_right
+
     def drawn(self, sequence: SequenceState, token: int) -> None:
         """Records the next token of a sequence; the answer ends at a stop or at its longest."""
         sequence.in_flight -= 1
@@ -272,19 +295,31 @@ class Scheduler:
         for sequence in sequences:
             sequence.slot, sequence.pages, sequence.ended = None, [], False
             sequence.computed = sequence.in_flight = sequence.num_offered = 0
+            sequence.ngrams = NGrams()
             del sequence.keys[sequence.num_known // self.page_size :]
             self._queue(sequence)
 
     def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
-        decodes = [tuple(self._decodes(group)) for group in self._groups]
+        decodes = [list(self._decodes(group)) for group in self._groups]
         lanes = self._lanes()
-        step = EngineStep(tuple(map(GroupStep, decodes, map(tuple, lanes))))
+        guesses = [
+            list(self._guesses(group, rows, self.num_lanes - len(taken)))
+            for group, rows, taken in zip(self._groups, decodes, lanes, strict=True)
+        ]
+        step = EngineStep(
+            tuple(
+                GroupStep(
+                    tuple(row for row in rows if all(g.sequence is not row.sequence for g in new)),
+                    (*taken, *new),
+                )
+                for rows, taken, new in zip(decodes, lanes, guesses, strict=True)
+            )
+        )
         works = [work for group in step.groups for work in (*group.decodes, *group.lanes)]
-        for row in works:
-            if isinstance(row, DecodeRow):
-                row.sequence.computed += 1
-                row.sequence.in_flight += 1
+        for row in itertools.chain(*(group.decodes for group in step.groups), *guesses):
+            row.sequence.computed += 1 + len(row.guess)
+            row.sequence.in_flight += 1
         for sequence in {work.sequence: None for work in works}:
             if sequence.num_drawn == sequence.max_tokens:
                 self._offer(sequence)
@@ -299,6 +334,29 @@ class Scheduler:
             if sequence.slot is not None and not is_reading and self._grown(sequence, group):
                 pages = tuple(sequence.pages)
                 yield DecodeRow(sequence, sequence.slot, sequence.computed, pages)
+
+    def _guesses(self, group: _Group, rows: Iterable[DecodeRow], most: int) -> Iterator[Lane]:
+        """Yields at most so many lanes in place of rows whose next tokens can be guessed."""
+        for row in rows:
+            if most and (guess := self._guess(row.sequence, group)):
+                most -= 1
+                tokens = (*row.sequence.tokens(row.position, row.position + 1), *guess)
+                pages = tuple(row.sequence.pages)
+                yield Lane(row.sequence, row.slot, row.position, tokens, True, pages, guess)
+
+    def _guess(self, sequence: SequenceState, group: _Group) -> tuple[int, ...]:
+        """Returns the tokens that may follow the last one of a sequence, with pages for them."""
+        # The last token that is drawn has no use for a guess after it.
+        most = min(self.num_guesses, sequence.max_tokens - len(sequence.out) - 1)
+        if most < 1 or sequence.in_flight or sequence.adjustment is not None:
+            return ()
+        ngrams = sequence.ngrams
+        ngrams.extend(sequence.tokens(len(ngrams), sequence.num_known))
+        guess = ngrams.guess(most)
+        need = self._pages_for(sequence.computed + 1 + len(guess)) - len(sequence.pages)
+        if guess and need > 0 and group.pool.num_available >= need + len(group.running):
+            sequence.pages += group.pool.take(need) or []
+        return guess[: len(sequence.pages) * self.page_size - sequence.computed - 1]
 
     def _grown(self, sequence: SequenceState, group: _Group) -> bool:
         """Returns whether a sequence has a page for its next position, at the cost of the last ones

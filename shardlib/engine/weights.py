@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.engine.adapters import row_factors, with_adapters
 from shardlib.engine.arguments import check_same
 from shardlib.finetune.lora import merge
 from shardlib.functional.quantized import Bits, quantize
+from shardlib.sharding.constrain import Scope
 
 
 class ServedWeights:
@@ -46,3 +48,26 @@ class ServedWeights:
             model = merge(model)
         model = model if self._bits is None else quantize(model, self._bits, keep_dtype=True)
         return with_adapters(model, self._factors) if self._factors else model
+
+
+def shardings_of(params: Any, scope: Scope | None) -> Any:
+    """Returns the sharding of each parameter. What lies on one device, as the keys of dropout do,
+    is replicated on the mesh of `scope`."""
+
+    def sharding(x: jax.Array) -> Sharding:
+        if scope is None or len(x.sharding.device_set) > 1:
+            return x.sharding
+        return NamedSharding(scope.mesh, PartitionSpec())
+
+    return jax.tree.map(sharding, params)
+
+
+def placed(params: Any, shardings: Any) -> Any:
+    """Returns parameters in the one form that steps are compiled for: bound to their devices, and
+    without the weak types of Python's numbers."""
+
+    def strong(x: jax.Array) -> jax.Array:
+        # The keys of dropout, which is off, are arrays without such a type.
+        return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+    return jax.device_put(jax.tree.map(strong, params), shardings)

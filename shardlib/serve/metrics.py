@@ -90,6 +90,8 @@ class _EngineCollector(Collector):
             ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
             ("cached_tokens", "Tokens of prompts found in the cache.", stats.cached_tokens),
             ("answer_tokens", "Tokens of answers.", stats.answer_tokens),
+            ("guessed_tokens", "Tokens that speculation guessed.", stats.guessed_tokens),
+            ("right_tokens", "Guessed tokens that were right.", stats.right_tokens),
             ("preemptions", "Requests sent back for lack of pages.", stats.num_preemptions),
         ):
             yield CounterMetricFamily(f"shardlib_{name}", text, value)

@@ -80,6 +80,8 @@ def test_greedy_tokens_are_those_of_the_model_alone(served):
         pytest.param({"slots": 64, "page_size": 32, "lane": 64}, marks=pytest.mark.mesh),
         pytest.param({"chunk": 32}, marks=pytest.mark.soak),
         pytest.param({"slots": 5, "chunk": 96}, marks=pytest.mark.soak),
+        pytest.param({"speculate": 31, "pages": 14, "chunk": 32}, marks=pytest.mark.mesh),
+        pytest.param({"speculate": 7}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -88,6 +90,8 @@ def test_bits_do_not_depend_on_the_company(served, asked, together, options):
     assert bits(answers(engine, asked)) == together
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == ("pages" in options)
+    assert (stats.right_tokens > 0) == ("speculate" in options)
+    assert stats.right_tokens <= stats.guessed_tokens
     assert (stats.pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert stats.num_compiled <= 3
 

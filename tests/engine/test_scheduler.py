@@ -26,6 +26,7 @@ class Machine:
         self.memory = {}
         self.last = {}
         self.in_flight = []
+        self.num_right = 0
 
     def read(self, group, pages, end):
         return [self.memory[group, pages[at // self.size], at % self.size] for at in range(end)]
@@ -41,13 +42,22 @@ class Machine:
             for at, token in enumerate(lane.tokens, lane.start):
                 self.write(number, lane.pages, at, token)
         ends = [(row, row.position + 1) for row in group.decodes]
-        ends += [(lane, lane.start + len(lane.tokens)) for lane in group.lanes if lane.draws]
+        ends += [
+            (lane, lane.start + len(lane.tokens) - len(lane.guess))
+            for lane in group.lanes
+            if lane.draws
+        ]
         drawn = []
         for row, end in ends:
-            seen = self.read(number, row.pages, end)
+            seen = self.read(number, row.pages, end + len(row.guess))
             sequence = row.sequence
-            assert seen[: sequence.num_known] == sequence.tokens(0, end)
-            drawn.append((sequence, (number, row.slot), following(seen)))
+            assert seen[:end][: sequence.num_known] == sequence.tokens(0, end)
+            tokens = [following(seen[:end])]
+            for guess in row.guess:
+                if tokens[-1] != guess:
+                    break
+                tokens.append(following(seen[: end + len(tokens)]))
+            drawn.append((row, (number, row.slot), tokens))
         return drawn
 
     def run(self):
@@ -57,11 +67,15 @@ class Machine:
         if step is not None:
             for number, group in enumerate(step.groups):
                 drawn += self.run_group(number, group)
-            self.last |= {slot: token for _, slot, token in drawn}
+            self.last |= {slot: tokens[-1] for _, slot, tokens in drawn}
         self.in_flight.append(drawn)
-        while len(self.in_flight) > (1 if step else 0):
-            for sequence, _, token in self.in_flight.pop(0):
-                self.scheduler.drawn(sequence, token)
+        while len(self.in_flight) > (1 if step and not self.scheduler.num_guesses else 0):
+            for row, _, tokens in self.in_flight.pop(0):
+                if row.guess:
+                    self.num_right += len(tokens) - 1
+                    self.scheduler.checked(row, len(tokens) - 1)
+                for token in tokens:
+                    self.scheduler.drawn(row.sequence, token)
         return bool(step or self.scheduler.busy)
 
 
@@ -82,16 +96,18 @@ def expected(sequence):
     return tokens[len(sequence.prompt) :]
 
 
-def simulate(seed, num_requests):
+def simulate(seed, num_requests, guesses=False):
     rng = random.Random(seed)
+    width = rng.randint(1, 8)
     scheduler = Scheduler(
         num_slots=rng.randint(1, 6),
         num_pages=1 + rng.randint(12, 40),
         page_size=rng.choice([1, 2, 4, 5]),
         num_lanes=rng.randint(1, 4),
-        lane_width=rng.randint(1, 8),
+        lane_width=width,
         share_prefixes=rng.random() < 0.8,
         num_groups=rng.randint(1, 3),
+        num_guesses=rng.randint(0, width - 1) if guesses else 0,
     )
     machine, sequences, cancelled = Machine(scheduler), [], set()
     stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
@@ -123,20 +139,24 @@ def simulate(seed, num_requests):
         found, right = sequence.out, expected(sequence)
         assert found == right[: len(found)] if sequence in cancelled else found == right
     assert not any(pool.num_used for pool in scheduler.pools)
-    return scheduler.num_preemptions, sum(bool(s.num_cached) for s in sequences)
+    shared = sum(bool(s.num_cached) for s in sequences)
+    return scheduler.num_preemptions, shared, machine.num_right
 
 
-def test_every_answer_is_right_in_any_company():
-    counts = [simulate(seed, 60) for seed in range(60)]
+@pytest.mark.parametrize("guesses", [False, True])
+def test_every_answer_is_right_in_any_company(guesses):
+    counts = [simulate(seed, 60, guesses) for seed in range(60)]
+    preempted, shared, right = map(sum, zip(*counts, strict=True))
     # The simulation reaches what it is for.
-    assert sum(preempted for preempted, _ in counts) > 50
-    assert sum(shared for _, shared in counts) > 100
+    assert preempted > 50
+    assert shared > 100
+    assert (right > 500) == guesses
 
 
 @pytest.mark.soak
 def test_nothing_leaks_over_many_requests():
     for seed in range(100, 110):
-        simulate(seed, 3000)
+        simulate(seed, 3000, guesses=seed % 2 == 0)
 
 
 def test_a_page_that_other_weights_began_is_not_shared():
