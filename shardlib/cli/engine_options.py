@@ -37,8 +37,8 @@ Speculate = Annotated[
     typer.Option(
         min=0,
         max=31,
-        help="Next tokens that are guessed from earlier text and checked in one step; answers stay "
-        "the same.",
+        help="Tokens of a request that are guessed from earlier text and checked in one step; 0 "
+        "guesses none.",
     ),
 ]
 Deterministic = Annotated[

@@ -89,5 +89,5 @@ class EngineStats:
     guessed_tokens: int
     """Tokens that `speculate` guessed."""
     right_tokens: int
-    """Tokens of them that were right."""
+    """Guessed tokens that were drawn, also after the end of an answer."""
     num_compiled: int

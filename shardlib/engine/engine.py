@@ -54,7 +54,7 @@ class Engine:
 
     A decoding step feeds one token of each sequence; lanes of the same step read new prompts. Keys
     and values lie in pages that sequences with an equal beginning share. Each step starts before
-    the tokens of the last one are read.
+    the tokens of the last one are read, unless they are guessed.
 
     Args:
         servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`. It
@@ -71,9 +71,10 @@ class Engine:
         overlap: Whether a step starts before the tokens of the last one are known; not with
             `speculate`.
         speculate: Tokens of a running sequence at most that a step guesses, from what followed its
-            last tokens before, and checks. Answers stay the same; those that repeat their prompt or
-            themselves take fewer steps. Each such sequence takes a lane, so that lanes which read
-            prompts are served first.
+            last tokens before, and checks. Answers stay the same, up to rounding unless they are
+            `deterministic`; those that repeat their prompt or themselves take fewer steps. A guess
+            takes one of the lanes that read prompts; prompts come first. Programs with lanes
+            compute so many more rows of logits for each.
         deterministic: Whether the bits of an answer depend on its request alone, and not on other
             requests, the prefix cache, `chunk`, preemption, `overlap` or `speculate`. Tested with
             float32 parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
@@ -123,7 +124,7 @@ class Engine:
             max_length=decoding.max_length(servable.config),
             deterministic=deterministic,
             cache=cache,
-            guesses=speculate,
+            num_guesses=speculate,
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = servable.tokenizer
@@ -421,21 +422,21 @@ class Engine:
         if any(work.sequence.sampling.embedding for _, work in drawing):
             self._record_embeddings(drawing, jax.device_get(result.embeddings))
         for (group, first), work in drawing:
-            num_right = self._checked(work, drawn.tokens[group, first:])
-            for row in range(first, first + 1 + num_right):
+            count = 1
+            if isinstance(work, Lane) and work.guessed:
+                count += self._checked(work, drawn.tokens[group, first:])
+            for row in range(first, first + count):
                 self._record(work.sequence, drawn, (group, row), version)
 
     def _drawing(self, step: EngineStep) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
         return step.drawing(self._sizes.slots, self._sizes.draws_a_lane)
 
-    def _checked(self, work: DecodeRow | Lane, drawn: np.ndarray) -> int:
+    def _checked(self, lane: Lane, drawn: np.ndarray) -> int:
         """Returns how many guesses of a lane are the tokens that were drawn."""
-        if not work.guess:
-            return 0
-        wrong = (number for number, one in enumerate(work.guess) if one != drawn[number])
-        num_right = next(wrong, len(work.guess))
-        self.scheduler.checked(work, num_right)
-        self._counts.update(guessed=len(work.guess), right=num_right)
+        wrong = (number for number, one in enumerate(lane.guessed) if one != drawn[number])
+        num_right = next(wrong, len(lane.guessed))
+        self.scheduler.checked(lane, num_right)
+        self._counts.update(guessed=len(lane.guessed), right=num_right)
         return num_right
 
     def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
@@ -581,7 +582,7 @@ def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Sche
         num_lanes=num_lanes,
         lane_width=sizes.lane,
         share_prefixes=share_prefixes,
-        num_guesses=sizes.guesses,
+        num_guesses=sizes.num_guesses,
     )
 
 

@@ -15,7 +15,8 @@ class NGrams:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
+        self._next: dict[tuple[int, ...], int] = {}
+        """The position after the last occurrence of an n-gram that has one."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -23,16 +24,16 @@ class NGrams:
     def extend(self, tokens: Iterable[int]) -> None:
         """Adds tokens to the end of the text."""
         for token in tokens:
-            # An n-gram is added with the token after it.
-            end = len(self._tokens)
-            self._ends |= {self._last(n): end for n in _SIZES if n <= end}
+            for size in _SIZES:
+                if size <= len(self._tokens):
+                    self._next[self._last(size)] = len(self._tokens)
             self._tokens.append(token)
 
     def guess(self, most: int) -> tuple[int, ...]:
         """Returns `most` tokens that may come next; none if the text has no such passage. A passage
         that reaches the end of the text goes on as it repeats itself."""
         end = len(self._tokens)
-        starts = (self._ends.get(self._last(n)) for n in _SIZES if n <= end)
+        starts = (self._next.get(self._last(n)) for n in _SIZES if n <= end)
         start = next((start for start in starts if start is not None), None)
         if start is None:
             return ()

@@ -256,15 +256,17 @@ class Arranger:
             tokens[first : first + size] = lane.tokens
             after = lane.sequence.tokens(lane.start + 1, lane.start + size + 1)
             targets[slots + first : slots + first + len(after)] = after
+            # Rows of a lane that are not read stand at its end: no keys before it are fetched.
+            positions[slots + first : slots + first + width] = at[-1]
             positions[slots + first : slots + first + size] = at
             adapters[slots + first : slots + first + size] = self._adapter(lane.sequence)
             of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
             if lane.draws:
-                at, known = number * draws, size - len(lane.guess)
-                mine = slice(at, at + 1 + len(lane.guess))
+                start, known = number * draws, size - len(lane.guessed)
+                mine = slice(start, start + 1 + len(lane.guessed))
                 last_rows[mine] = np.arange(slots + first + known - 1, slots + first + size)
-                lane_slots[mine], guesses[mine.start : mine.stop - 1] = lane.slot, lane.guess
+                lane_slots[mine], guesses[mine.start : mine.stop - 1] = lane.slot, lane.guessed
                 for row in range(mine.start, mine.stop):
                     sampling[slots + row] = lane.sequence.sampling
         return StepArrays(

@@ -87,11 +87,12 @@ class SequenceState:
 class DecodeRow:
     """One token of a sequence, drawn by the step before it, at a position."""
 
-    guess: ClassVar[tuple[int, ...]] = ()
     sequence: SequenceState
     slot: int
     position: int
     pages: tuple[int, ...]
+    guessed: ClassVar[tuple[int, ...]] = ()
+    """As of a `Lane`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Lane:
     draws: bool
     """Whether a token follows the last one."""
     pages: tuple[int, ...]
-    guess: tuple[int, ...] = ()
+    guessed: tuple[int, ...] = ()
     """The last of its tokens, if they are guessed: a token is drawn after the known one before
     them, and after each that is the token drawn before it."""
 
@@ -133,11 +134,6 @@ class EngineStep(NamedTuple):
         """Whether any lane wants the log probabilities of its tokens."""
         return any(lane.scores for group in self.groups for lane in group.lanes)
 
-    @property
-    def guesses(self) -> bool:
-        """Whether any lane has guesses."""
-        return any(lane.guess for group in self.groups for lane in group.lanes)
-
     def drawing(
         self, num_slots: int, draws_a_lane: int
     ) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
@@ -149,6 +145,10 @@ class EngineStep(NamedTuple):
             for lane_number, lane in enumerate(group.lanes):
                 if lane.draws:
                     yield (number, num_slots + lane_number * draws_a_lane), lane
+
+
+_MOST_READ = 4096
+"""Tokens that a step adds to the n-grams of a sequence at most."""
 
 
 class _Group:
@@ -262,10 +262,10 @@ class Scheduler:
         self._leave(sequence)
         sequence.ended = True
 
-    def checked(self, work: DecodeRow | Lane, num_right: int) -> None:
+    def checked(self, lane: Lane, num_right: int) -> None:
         """Records how many guesses of a lane were right; `drawn` records its tokens after that."""
-        work.sequence.computed -= len(work.guess) - num_right
-        work.sequence.in_flight += num_right
+        lane.sequence.computed -= len(lane.guessed) - num_right
+        lane.sequence.in_flight += num_right
 
     def drawn(self, sequence: SequenceState, token: int) -> None:
         """Records the next token of a sequence; the answer ends at a stop or at its longest."""
@@ -307,18 +307,10 @@ class Scheduler:
             list(self._guesses(group, rows, self.num_lanes - len(taken)))
             for group, rows, taken in zip(self._groups, decodes, lanes, strict=True)
         ]
-        step = EngineStep(
-            tuple(
-                GroupStep(
-                    tuple(row for row in rows if all(g.sequence is not row.sequence for g in new)),
-                    (*taken, *new),
-                )
-                for rows, taken, new in zip(decodes, lanes, guesses, strict=True)
-            )
-        )
+        step = EngineStep(tuple(map(_group_step, decodes, lanes, guesses)))
         works = [work for group in step.groups for work in (*group.decodes, *group.lanes)]
         for row in itertools.chain(*(group.decodes for group in step.groups), *guesses):
-            row.sequence.computed += 1 + len(row.guess)
+            row.sequence.computed += 1 + len(row.guessed)
             row.sequence.in_flight += 1
         for sequence in {work.sequence: None for work in works}:
             if sequence.num_drawn == sequence.max_tokens:
@@ -338,25 +330,29 @@ class Scheduler:
     def _guesses(self, group: _Group, rows: Iterable[DecodeRow], most: int) -> Iterator[Lane]:
         """Yields at most so many lanes in place of rows whose next tokens can be guessed."""
         for row in rows:
-            if most and (guess := self._guess(row.sequence, group)):
+            if most and (guessed := self._guessed(row.sequence, group)):
                 most -= 1
-                tokens = (*row.sequence.tokens(row.position, row.position + 1), *guess)
+                tokens = (*row.sequence.tokens(row.position, row.position + 1), *guessed)
                 pages = tuple(row.sequence.pages)
-                yield Lane(row.sequence, row.slot, row.position, tokens, True, pages, guess)
+                yield Lane(row.sequence, row.slot, row.position, tokens, True, pages, guessed)
 
-    def _guess(self, sequence: SequenceState, group: _Group) -> tuple[int, ...]:
+    def _guessed(self, sequence: SequenceState, group: _Group) -> tuple[int, ...]:
         """Returns the tokens that may follow the last one of a sequence, with pages for them."""
         # The last token that is drawn has no use for a guess after it.
         most = min(self.num_guesses, sequence.max_tokens - len(sequence.out) - 1)
         if most < 1 or sequence.in_flight or sequence.adjustment is not None:
             return ()
         ngrams = sequence.ngrams
-        ngrams.extend(sequence.tokens(len(ngrams), sequence.num_known))
-        guess = ngrams.guess(most)
-        need = self._pages_for(sequence.computed + 1 + len(guess)) - len(sequence.pages)
-        if guess and need > 0 and group.pool.num_available >= need + len(group.running):
+        # A long prompt over several steps, each of which others wait for.
+        end = min(sequence.num_known, len(ngrams) + _MOST_READ)
+        ngrams.extend(sequence.tokens(len(ngrams), end))
+        if end < sequence.num_known:
+            return ()
+        guessed = ngrams.guess(most)
+        need = self._pages_for(sequence.computed + 1 + len(guessed)) - len(sequence.pages)
+        if guessed and need > 0 and group.pool.num_available >= need + len(group.running):
             sequence.pages += group.pool.take(need) or []
-        return guess[: len(sequence.pages) * self.page_size - sequence.computed - 1]
+        return guessed[: len(sequence.pages) * self.page_size - sequence.computed - 1]
 
     def _grown(self, sequence: SequenceState, group: _Group) -> bool:
         """Returns whether a sequence has a page for its next position, at the cost of the last ones
@@ -486,7 +482,7 @@ class Scheduler:
         group = self._groups[sequence.group]
         del group.running[sequence.slot]
         bisect.insort(group.free_slots, sequence.slot)
-        sequence.slot = None
+        sequence.slot, sequence.ngrams = None, NGrams()
         group.pool.release(sequence.pages)
         sequence.pages = []
 
@@ -495,3 +491,10 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+
+def _group_step(rows: Iterable[DecodeRow], lanes: list[Lane], guesses: list[Lane]) -> GroupStep:
+    """Returns the work of a group, with lanes that have guesses in place of the rows of their
+    sequences."""
+    slots = {lane.slot for lane in guesses}
+    return GroupStep(tuple(row for row in rows if row.slot not in slots), (*lanes, *guesses))

@@ -29,7 +29,7 @@ class EngineSizes:
         lane_counts: Numbers of lanes that a program may have, ascending.
         least_drawn: Rows that draw a token at least, read or not.
         cache: Whether keys and values have 8 bits, or the dtype of the model.
-        guesses: Tokens of a lane at most that are guessed.
+        num_guesses: Tokens of a lane at most that are guessed.
     """
 
     groups: int
@@ -41,12 +41,12 @@ class EngineSizes:
     lane_counts: tuple[int, ...]
     least_drawn: int
     cache: Bits | None = None
-    guesses: int = 0
+    num_guesses: int = 0
 
     @property
     def draws_a_lane(self) -> int:
         """Tokens that a lane draws at most."""
-        return self.guesses + 1
+        return self.num_guesses + 1
 
     @property
     def pages_a_row(self) -> int:
@@ -66,7 +66,7 @@ def engine_sizes(
     deterministic: bool,
     groups: int = 1,
     cache: Bits | None = None,
-    guesses: int = 0,
+    num_guesses: int = 0,
 ) -> EngineSizes:
     """Returns the sizes of an engine, from arguments as `Engine` takes them. Groups of devices
     share the slots and the pages. `max_length` is None for any number of positions.
@@ -76,9 +76,9 @@ def engine_sizes(
     """
     few = {} if pages is None else {"pages": pages}
     check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
-    if not 0 <= guesses < lane:
+    if not 0 <= num_guesses < lane:
         raise ModelError(
-            f"speculate={guesses}: a lane has {lane} tokens, of which the first is known.\n"
+            f"speculate={num_guesses}: a lane has {lane} tokens, of which the first is known.\n"
             f"  Give from 0 to {lane - 1}."
         )
     slots = -(-slots // groups)
@@ -96,7 +96,7 @@ def engine_sizes(
         lane_counts=tuple(sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)})),
         least_drawn=least_rows,
         cache=cache,
-        guesses=guesses,
+        num_guesses=num_guesses,
     )
 
 

@@ -33,7 +33,7 @@ mesh = sl.make_mesh("data=2,tensor=2")
 with sl.use(mesh, sl.rules.STANDARD) as scope:
     served = made()
     served = dataclasses.replace(served, model=sl.shard(served.model), scope=scope)
-engine = sl.Engine(served, context=128, slots=4, pages=20, chunk=32)
+engine = sl.Engine(served, context=128, slots=4, pages=20, chunk=32, speculate=3)
 answers = engine.generate(prompts(6, seed=2), SAMPLINGS)
 try:
     engine.submit([1], timeout_seconds=1.0)

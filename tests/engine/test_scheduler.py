@@ -43,17 +43,17 @@ class Machine:
                 self.write(number, lane.pages, at, token)
         ends = [(row, row.position + 1) for row in group.decodes]
         ends += [
-            (lane, lane.start + len(lane.tokens) - len(lane.guess))
+            (lane, lane.start + len(lane.tokens) - len(lane.guessed))
             for lane in group.lanes
             if lane.draws
         ]
         drawn = []
         for row, end in ends:
-            seen = self.read(number, row.pages, end + len(row.guess))
+            seen = self.read(number, row.pages, end + len(row.guessed))
             sequence = row.sequence
             assert seen[:end][: sequence.num_known] == sequence.tokens(0, end)
             tokens = [following(seen[:end])]
-            for guess in row.guess:
+            for guess in row.guessed:
                 if tokens[-1] != guess:
                     break
                 tokens.append(following(seen[: end + len(tokens)]))
@@ -71,7 +71,7 @@ class Machine:
         self.in_flight.append(drawn)
         while len(self.in_flight) > (1 if step and not self.scheduler.num_guesses else 0):
             for row, _, tokens in self.in_flight.pop(0):
-                if row.guess:
+                if row.guessed:
                     self.num_right += len(tokens) - 1
                     self.scheduler.checked(row, len(tokens) - 1)
                 for token in tokens:
@@ -139,6 +139,7 @@ def simulate(seed, num_requests, guesses=False):
         found, right = sequence.out, expected(sequence)
         assert found == right[: len(found)] if sequence in cancelled else found == right
     assert not any(pool.num_used for pool in scheduler.pools)
+    assert not any(len(sequence.ngrams) for sequence in sequences)
     shared = sum(bool(s.num_cached) for s in sequences)
     return scheduler.num_preemptions, shared, machine.num_right
 
@@ -180,7 +181,8 @@ def test_a_page_that_other_weights_began_is_not_shared():
 @pytest.mark.parametrize("seed", range(8))
 def test_answers_are_right_after_restarts(seed):
     rng = random.Random(seed)
-    scheduler = Scheduler(num_slots=3, num_pages=14, page_size=2, num_lanes=2, lane_width=4)
+    sizes = {"num_slots": 3, "num_pages": 14, "page_size": 2, "num_lanes": 2, "lane_width": 4}
+    scheduler = Scheduler(**sizes, num_guesses=seed % 4)
     machine = Machine(scheduler)
     sequences = [SequenceState((0,) * rng.randint(1, 9), rng.randint(1, 9)) for _ in range(12)]
     for sequence in sequences:
