@@ -27,6 +27,7 @@ def on(mesh, **options):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "groups"), [("data=2,tensor=2", 2), ("data=4", 4), ("fsdp=2,data=2", 2)]
 )
