@@ -236,8 +236,9 @@ def least_layers(
     workload: Workload, layout: Layout, choice: Choice, cluster: Cluster, capacity: float
 ) -> Choice | None:
     """Returns a choice with the fewest layers that must follow its policy for the step to fit, or
-    None if it does not fit at all. Each further layer that recomputes saves memory. The first does
-    not, because the recomputed values need memory; zero layers is a policy of its own. The
+    None if it does not fit at all. Each further layer that recomputes saves memory, but for the
+    first, because the recomputed values need memory (zero layers is a policy of its own), and
+    perhaps the last, because a single layer that keeps everything is in no loop. The
     offloaded bytes must not exceed the memory of a device: hosts have as much for each of their
     devices."""
 
@@ -247,6 +248,9 @@ def least_layers(
 
     high = choice.layers
     below = held(high)
+    if not below.fits(capacity) and high is not None and high > 1:
+        high -= 1
+        below = held(high)
     if not below.fits(capacity):
         return None
     if high is not None and high > 1:

@@ -172,9 +172,15 @@ class TransformerWorkload:
         # Recomputation holds one more layer, which matters most with few layers. A loss in chunks
         # holds a sum of gradients in float32, a loss in one piece holds the logits.
         few = self.num_layers <= _FEW_LAYERS * layout.stage * layout.chunks
+        policies = [(options[-1], None)]
+        if few and options[0] != options[-1]:
+            policies.append((options[0], None))
+        if layout.stage == 1 and self.num_layers > 1 and options[-1] != "none":
+            # A last layer that keeps everything is in no loop, and may hold less than in one.
+            policies.append((options[-1], self.num_layers - 1))
         leanest = (
-            Choice(policy, moments=moments, loss_chunks=count)
-            for policy in dict.fromkeys((options[-1], options[0] if few else options[-1]))
+            Choice(policy, layers=layers, moments=moments, loss_chunks=count)
+            for policy, layers in policies
             for count in self.loss_chunks
         )
         return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
