@@ -149,7 +149,7 @@ class _Walk:
     def _alike(self, whole: Operation, part: Operation) -> bool:
         """Returns whether two operations differ at most in the sizes of their operands."""
         one, two = whole.params, part.params
-        if one.keys() != two.keys():
+        if one.keys() != two.keys() or not (_replaces(whole) and _replaces(part)):
             return False
         is_loop = whole.name in _LOOPS  # whose programs are walked
         return all(
@@ -183,6 +183,12 @@ class _Walk:
             if np.allclose(a, b * float(self.parts) ** degree, rtol=1e-6, atol=0):
                 return Spread("same", degree)
         return _DIFFERS
+
+
+def _replaces(operation: Operation) -> bool:
+    """Returns whether an operation is not `x.at[i].apply(f)`, whose function may hold a size."""
+    update = operation.params.get("update_jaxpr") if operation.name == "scatter" else None
+    return update is None or update.outvars[0] is update.invars[1]
 
 
 def _counts(flat: FlatProgram) -> tuple[int, int, int]:

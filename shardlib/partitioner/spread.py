@@ -76,6 +76,8 @@ _JOINTLY: dict[str, tuple[int | None, int | None]] = {
 }
 _ADDS_AT = frozenset({"scatter-add", "scatter_add"})
 _SUMMING = frozenset({"reduce_sum", *_PRODUCTS, *_ADDS_AT})
+_WIDE_BYTES = 4
+"""Of integers whose sums are taken not to wrap around."""
 _EXTREMES: dict[str, Kind] = {"reduce_max": "max", "reduce_min": "min"}
 _RESHAPING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "squeeze"})
 
@@ -153,9 +155,14 @@ def _fills(operation: Operation) -> bool:
 
 
 def _keeps_numbers(operation: Operation) -> bool:
-    """Returns whether an operation does not round numbers to integers, or to truth values."""
+    """Returns whether an operation rounds no number to an integer, a truth value or fewer bits in
+    which it wraps around."""
     old, new = operation.invars[0].aval.dtype, operation.outvars[0].aval.dtype
-    return old == new or (new.kind != "b" and (old.kind in "iu" or not _is_integer(operation)))
+    if old == new:
+        return True
+    if old.kind in "iu" and new.kind in "iu":
+        return new.itemsize >= old.itemsize
+    return new.kind != "b" and (old.kind in "iu" or not _is_integer(operation))
 
 
 def _is_integer(operation: Operation) -> bool:
@@ -214,6 +221,8 @@ def _reduced(
         return Spread(_EXTREMES[name]) if ins[0].plain else None
     if name not in _SUMMING or factors.reduced[factor] != "sum":
         return None
+    if _is_integer(operation) and operation.outvars[0].aval.dtype.itemsize < _WIDE_BYTES:
+        return None  # A sum that wraps around in the whole, and not in its parts.
     if name in _ADDS_AT:  # The operand would count once for each part.
         return Spread("sum", ins[2].degree) if ins[0].zero and ins[1].plain else None
     return Spread("sum", sum(x.degree for x in ins))

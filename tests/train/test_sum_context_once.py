@@ -144,26 +144,6 @@ def test_hops_along_data_also_sum_over_context_once(reduction, rtol):
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=rtol)
 
 
-def looked_up(model, batch, rng):
-    logits, batch = model(batch)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])), {}
-
-
-@pytest.mark.mesh
-def test_a_gather_needs_groups_that_divide_the_positions_too():
-    """XLA can partition it along one axis in a group, but not along several."""
-    step, mesh = step_of(looked_up), "data=2,context=2,tensor=2"
-    sums = str(step.gradient_sums(state_on(mesh, "gather", shifted), BATCH))
-    assert "over data in each microbatch: XLA cannot partition every gather in a group" in sums
-    assert "over context in each microbatch" in sums
-    sums = str(step.gradient_sums(state_on(mesh, "gather"), BATCH))
-    assert "over data once a step" in sums
-    assert "over context once a step" in sums
-    found, one = (jax.device_get(step(state_on(on, "gather"), BATCH)[1]) for on in (mesh, "data=1"))
-    np.testing.assert_allclose(found["loss"], one["loss"], rtol=1e-5)
-    np.testing.assert_allclose(found["grad_norm"], one["grad_norm"], rtol=1e-4)
-
-
 def returned(model, batch, rng):
     error, batch = errors(model, batch)
     return jnp.mean(error), {"errors": Output(error)}

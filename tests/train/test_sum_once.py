@@ -144,6 +144,17 @@ def highest(model, batch, rng):
     return jnp.mean(error), {"highest": jnp.max(error)}
 
 
+def applied(model, batch, rng):
+    rows = len(batch["x"])
+    pairs = jnp.stack([batch["weight"], batch["weight"]], -1)
+    return jnp.mean(errors(model, batch) * pairs.at[:, 0].apply(lambda x: x * rows)[:, 0])
+
+
+def wrapping(model, batch, rng):
+    count = jnp.sum(jnp.full(len(batch["x"]), 30, jnp.uint8), dtype=jnp.uint8)
+    return Mean(jnp.sum(errors(model, batch)), count.astype(jnp.float32))
+
+
 def normed(rngs):
     return nnx.BatchNorm(32, rngs=rngs)
 
@@ -168,6 +179,8 @@ def dropped(rngs):
         (mean, frozen, "rows of the batch may meet in"),
         (balanced, None, "a sum over rows enters"),
         (own_weight, None, "a sum over rows enters div at"),
+        (applied, None, "computes fewer rows in another way"),
+        (wrapping, None, "rows of the batch may meet in reduce_sum at"),
         (summed, None, "the loss is neither a mean over rows, nor"),
         (highest, None, "the metric 'highest' is not computed row by row"),
     ],

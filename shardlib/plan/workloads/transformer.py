@@ -148,8 +148,9 @@ class TransformerWorkload:
         return reasons
 
     def sums_once(self, layout: Layout) -> bool:
-        """Returns whether a step sums gradients over `data` once by default."""
-        return communication.sums_once(self.job.model, layout)
+        """Returns whether a step sums gradients over `data` once by default. One with dropout does
+        not: its rows draw from one stream of random numbers."""
+        return not self.dropout and communication.sums_once(self.job.model, layout)
 
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the choices for a layout."""

@@ -59,8 +59,7 @@ def with_context(
     if found is None:
         found = _groups(over_data, loss, arguments, microbatches)
     if isinstance(found, str):
-        each = over_data.each()
-        return _added(each, each.reduction, f"{_EACH}{found}")
+        return _added(over_data, over_data.reduction, f"{_EACH}{found}")
     reduction = over_data.reduction
     if reduction is None:
         reduction = Reduction(Hops(CONTEXT, found.parts), (microbatches,))

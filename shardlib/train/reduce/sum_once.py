@@ -29,13 +29,7 @@ from shardlib.sharding.constrain import Scope, plainly
 from shardlib.train.batches import batch_shardings
 from shardlib.train.gradients import LossArguments, PartLoss, Sums
 from shardlib.train.reduce.hierarchical import kept_dim
-from shardlib.train.reduce.reduction import (
-    AXIS,
-    CONTEXT,
-    Reduction,
-    ReductionConfig,
-    plan_reduction,
-)
+from shardlib.train.reduce.reduction import AXIS, Reduction, ReductionConfig, plan_reduction
 
 _ONCE = ReductionConfig(dtype="f32")
 _EACH = "summed over data in each microbatch: "
@@ -48,15 +42,6 @@ class GradientSums:
     reduction: Reduction | None
     """The reduction at the end of a step; None if the compiler places the sums."""
     why: str
-    needs_context: str | None = None
-    """Why XLA cannot partition groups along `data` unless they divide the positions as well; None
-    if it can."""
-
-    def each(self) -> "GradientSums":
-        """Returns the sums where groups do not divide the positions."""
-        if self.needs_context is None:
-            return self
-        return GradientSums(None, f"{_EACH}{self.needs_context}")
 
     def __str__(self) -> str:
         return self.why
@@ -70,14 +55,11 @@ def choose_sums(loss: PartLoss, arguments: LossArguments, microbatches: int) -> 
     if microbatches == 1:
         return GradientSums(None, "summed over data by the compiler: the step has one microbatch")
     definition = loss.definition
-    reason, gather = _obstacle(loss, arguments), None
-    if reason is None:
-        reason, gather = _meeting(loss, arguments, microbatches)
+    reason = _obstacle(loss, arguments) or _meeting(loss, arguments, microbatches)
     if reason is not None:
         return GradientSums(None, f"{_EACH}{reason}")
     reduction = plan_reduction(_ONCE, definition.scope.mesh, microbatches=microbatches)
-    why = "summed over data once a step: no row of a batch meets another"
-    return GradientSums(reduction, why, gather)
+    return GradientSums(reduction, "summed over data once a step: no row of a batch meets another")
 
 
 def _obstacle(loss: PartLoss, arguments: LossArguments) -> str | None:
@@ -119,11 +101,8 @@ def _splits_rows(loss: PartLoss, batch: PyTree, scope: Scope) -> bool:
     return AXIS not in others and all(axes[:1] == (AXIS,) for axes in rows)
 
 
-def _meeting(
-    loss: PartLoss, arguments: LossArguments, microbatches: int
-) -> tuple[str | None, str | None]:
-    """Returns where rows of different groups meet in the loss, or None if they do not, and
-    `GradientSums.needs_context`."""
+def _meeting(loss: PartLoss, arguments: LossArguments, microbatches: int) -> str | None:
+    """Returns where rows of different groups meet in the loss, or None if they do not."""
     groups = loss.definition.scope.sizes[AXIS]
     try:
         with plainly():
@@ -131,18 +110,16 @@ def _meeting(
             part = traced(loss, arguments, microbatches * groups)
     except Exception as error:  # A faulty loss raises again where the step is traced.
         if isinstance(error, ShardlibError):
-            return f"the loss needs its mesh: {str(error).splitlines()[0]}", None
-        return f"the loss needs its mesh, {type(error).__name__}", None
-    scope = loss.definition.scope
-    gather = unsafe_gather(whole, scope)
-    if gather and unsafe_gather(whole, scope, (AXIS, CONTEXT)):
-        return gather, None
+            return f"the loss needs its mesh: {str(error).splitlines()[0]}"
+        return f"the loss needs its mesh, {type(error).__name__}"
+    if gather := unsafe_gather(whole, loss.definition.scope):
+        return gather
     params, state, batch, key, inputs = arguments
     kinds = (SAME, (params, state)), (ROWS, batch), (lost(KEY), key), (SAME, inputs)
     given = [kind for kind, tree in kinds for _ in jax.tree.leaves(tree)]
     found = spreads(whole, part, given, groups)
     found = jax.tree.unflatten(jax.tree.structure(whole.shape), found)
-    return fault(*found), gather
+    return fault(*found)
 
 
 def unsafe_gather(traced: Traced, scope: Scope, groups: Sequence[str] = (AXIS,)) -> str | None:
