@@ -173,7 +173,7 @@ class TransformerWorkload:
         # Recomputation holds one more layer, which matters most with few layers. A loss in chunks
         # holds a sum of gradients in float32, a loss in one piece holds the logits.
         few = self.num_layers <= _FEW_LAYERS * layout.stage * layout.chunks
-        policies = [(options[-1], None)]
+        policies: list[tuple[str, int | None]] = [(options[-1], None)]
         if few and options[0] != options[-1]:
             policies.append((options[0], None))
         if layout.stage == 1 and self.num_layers > 1 and options[-1] != "none":
