@@ -318,7 +318,7 @@ def test_on_every_mesh(case, tmp_path, mesh):
         loaded = hf.load(folder)
         assert error(loaded.logits(jnp.asarray(tokens)), expected) < TOLERANCE
         hf.save(loaded, tmp_path / "out", max_file_bytes=10_000)
-    placed = {axis for x in jax.tree.leaves(nnx.state(loaded.model)) for axis in used(x)}
+    placed = {axis for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)) for axis in used(x)}
     assert placed
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     np.testing.assert_array_equal(oracle(again, tokens), expected)
