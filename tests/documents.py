@@ -1,4 +1,4 @@
-"""What the README and the guides show: their blocks of code, commands and printed lines."""
+"""The blocks of code, commands and printed lines of the README and the guides."""
 
 import pathlib
 import re

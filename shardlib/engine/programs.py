@@ -45,8 +45,8 @@ class StepArrays(NamedTuple):
     tokens: np.ndarray
     """Of the rows of lanes: [groups, lanes * width] int32."""
     last_rows: np.ndarray
-    """Of each lane, the rows after which it may draw, `draws_a_lane` each; then any row, as often
-    as needed: [groups, n] int32."""
+    """The rows after which each lane may draw, `draws_a_lane` of them for each lane, then padding:
+    [groups, n] int32."""
     slots: np.ndarray
     """The slot of each of these rows that draws a token, and of others the number of slots:
     [groups, n] int32."""

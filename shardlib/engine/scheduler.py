@@ -41,7 +41,7 @@ class SequenceState:
     in_flight: int = 0
     """Tokens of the answer that steps compute now, without those that need a right guess."""
     ngrams: NGrams = dataclasses.field(default_factory=NGrams)
-    """Of known tokens, as far as guesses needed them."""
+    """The n-grams of the known tokens that were read so far; empty without a slot."""
     computed: int = 0
     """Positions whose keys and values are in the cache once all planned steps have run."""
     read_until: int = 0
@@ -92,7 +92,7 @@ class DecodeRow:
     position: int
     pages: tuple[int, ...]
     guessed: ClassVar[tuple[int, ...]] = ()
-    """As of a `Lane`."""
+    """A row has no guesses; a `Lane` may have some."""
 
 
 @dataclasses.dataclass(frozen=True)

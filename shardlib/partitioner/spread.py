@@ -77,7 +77,7 @@ _JOINTLY: dict[str, tuple[int | None, int | None]] = {
 _ADDS_AT = frozenset({"scatter-add", "scatter_add"})
 _SUMMING = frozenset({"reduce_sum", *_PRODUCTS, *_ADDS_AT})
 _WIDE_BYTES = 4
-"""Of integers whose sums are taken not to wrap around."""
+"""Sums of integers of this size or more are assumed not to wrap around."""
 _EXTREMES: dict[str, Kind] = {"reduce_max": "max", "reduce_min": "min"}
 _RESHAPING = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "squeeze"})
 
