@@ -70,6 +70,30 @@ def test_codes_that_are_not_there():
         sl.make_eval_step(loss, allow_wrong_numbers=("rows",))
 
 
+def test_a_sum_of_zeros_counts_nothing_twice():
+    """The compiler sums the gradient of an unused weight as one zero times its size."""
+
+    class Unused(nnx.Module):
+        def __init__(self, rngs):
+            normal = nnx.with_partitioning(nnx.initializers.normal(), ("mlp", "embed"))
+            self.used = nnx.Param(normal(rngs.params(), (8, 16)))
+            self.unused = nnx.Param(normal(rngs.params(), (16, 16)))
+
+    def scaled(model, batch, rng):
+        return jnp.mean((batch["x"] * model.used[...][:1]) ** 2)
+
+    batch = {"x": np.ones((8, 16), np.float32)}
+    norms = []
+    for mesh, count in (("data=1", 1), ("data=2,tensor=2", 4)):
+        with sl.use(
+            sl.make_mesh(mesh, devices=jax.devices()[: 1 + 3 * ("2" in mesh)]), sl.rules.STANDARD
+        ):
+            state = sl.init_state(Unused, optax.sgd(1e-2), seed=0)
+        _, metrics = sl.make_train_step(scaled, microbatches=2)(state, batch)
+        norms.append(metrics["grad_norm"])
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-6)
+
+
 @pytest.mark.mesh
 def test_a_batch_of_another_dtype_is_another_program():
     def by_dtype(model, batch, rng):

@@ -363,13 +363,17 @@ def is_manual(instruction: Instruction) -> bool:
 
 
 def _is_zero(instruction: Instruction, operands: list[SpmdValue]) -> bool:
+    """Whether a result is zero, or NaN where another operand is not finite or zero: a sum that
+    counts it several times is right."""
     zeros = [operand.is_zero for operand in operands]
+    if instruction.opcode == "divide":
+        return zeros[0]
     if instruction.opcode in ("multiply", "dot", "and"):
         return any(zeros)
     if instruction.opcode == "select":
         return all(zeros[1:])
     passes = ("add", "broadcast", "bitcast", "reshape", "transpose", "copy", "convert", "slice")
-    return instruction.opcode in (*passes, "concatenate", "reduce") and all(zeros)
+    return instruction.opcode in (*passes, "negate", "concatenate", "reduce") and all(zeros)
 
 
 def _unpooled(instruction: Instruction, start: AnyValue, carried: AnyValue) -> AnyValue:
