@@ -19,6 +19,12 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
+def bandwidth(bytes_per_second: float) -> str:
+    """Returns bytes a second with the decimal unit of vendors: `31.5 GB/s`, `3,350 GB/s`."""
+    number = _three_digits(bytes_per_second / 1e9)
+    return f"{number:,.0f} GB/s" if number >= 100 else f"{number:.3g} GB/s"
+
+
 def duration(seconds: float) -> str:
     """Returns a time with its unit: `176 µs`, `12.3 ms`, `4.56 s`, `3.2 hours`, `30.1 days`."""
     if not math.isfinite(seconds):

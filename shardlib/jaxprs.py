@@ -51,6 +51,24 @@ def holds(jaxpr: Jaxpr, *names: str) -> bool:
     return any(equation.primitive.name in names for equation, _ in equations(jaxpr))
 
 
+def reshaped_dims(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Yields runs of dims of a shape and the dims that a reshape makes of each, in order.
+
+    The runs are as short as the sizes allow. Dims of size 1 at the end are left out."""
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, start, left, right = i, j, old[i], new[j]
+        while left != right:
+            if left < right:
+                i += 1
+                left *= old[i]
+            else:
+                j += 1
+                right *= new[j]
+        i, j = i + 1, j + 1
+        yield range(first, i), range(start, j)
+
+
 class Atom(Protocol):
     """An operand of an operation: a `Value`, or a `Literal` of JAX."""
 

@@ -104,7 +104,8 @@ class Table:
         if self.title:
             yield self.title
         for first, *others in self.rows:
-            yield first.replace("\n", "; ") or "-"
+            title = first.replace("\n", "; ") or "-"
+            yield f"{self._names()[0]} {title}" if first.isdigit() else title
             cells = [
                 f"{name} {cell}".strip().replace("\n", "; ")
                 for name, cell in zip(self._names()[1:], others, strict=True)

@@ -1,7 +1,11 @@
 """Tables fit a terminal of any width without breaking words."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import shardlib
 from shardlib.tables import Table, aligned, captured
 
 TABLE = Table(
@@ -32,6 +36,25 @@ def test_a_narrow_one_gets_whole_words(width):
     assert "layers/mlp/down/kernel" in lines
 
 
+def test_a_number_that_heads_a_row_gets_the_name_of_its_column():
+    table = Table("", ("step>", "size>"), [("20", "1.0 MiB"), ("40", "3.5 MiB in several parts")])
+    lines = ["step 20", "    size 1.0 MiB", "step 40", "    size 3.5 MiB in several parts"]
+    assert [line.rstrip() for line in captured(table, width=34).splitlines()] == lines
+
+
 def test_columns_are_aligned():
     rows = [("name", "bytes"), ("a", "10"), ("long", "1")]
     assert aligned(rows, right=(1,)) == ["name  bytes", "a        10", "long      1"]
+
+
+def test_one_module_formats_numbers():
+    """Text that scales a number to a unit gets both from `shardlib.humanize`."""
+    scaled = re.compile(r"\{[^{}]*(/ ?(2 ?\*\* ?[1-4]0|1024|1e(6|9|12|15))|\* ?1e[36])\b[^{}]*\}")
+    package = Path(shardlib.__file__).parent
+    found = [
+        f"{file.relative_to(package)}:{number}: {line.strip()}"
+        for file in package.rglob("*.py")
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if file.name != "humanize.py" and scaled.search(line)
+    ]
+    assert not found, "use shardlib.humanize:\n" + "\n".join(found)

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -45,10 +45,9 @@ from shardlib.errors import (
     RuleError,
     ShardlibError,
 )
+from shardlib.humanize import bandwidth, flops, gib
 from shardlib.runtime.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from shardlib.tables import Table
 
 # Each command imports its dependencies itself, so that `shardlib --help` does not wait for JAX.
 
@@ -263,22 +262,21 @@ def _device_facts(device: Any) -> dict[str, Any]:
     }
 
 
-def _device_table(rows: Sequence[dict[str, Any]]) -> "Table":
-    from rich.table import Table
-
-    table = Table("id", "process", "kind", "chip", "memory", "bf16 peak", "memory bandwidth")
+def _device_table(rows: Sequence[dict[str, Any]]) -> Table:
+    columns = ("id>", "process>", "kind", "chip", "memory>", "bf16 peak>", "memory bandwidth>")
+    cells = []
     for row in rows:
-        table.add_row(
-            str(row["id"]),
-            str(row["process"]),
-            row["kind"],
-            row["chip"] or "-",
-            _scaled(row["memory_bytes"], 2**30, "GiB"),
-            _scaled(row["bf16_flops_per_second"], 1e12, "TFLOP/s"),
-            _scaled(row["memory_bytes_per_second"], 1e9, "GB/s"),
+        memory, peak = row["memory_bytes"], row["bf16_flops_per_second"]
+        speed = row["memory_bytes_per_second"]
+        cells.append(
+            (
+                str(row["id"]),
+                str(row["process"]),
+                row["kind"],
+                row["chip"] or "-",
+                "-" if memory is None else gib(memory),
+                "-" if peak is None else f"{flops(peak)}/s",
+                "-" if speed is None else bandwidth(speed),
+            )
         )
-    return table
-
-
-def _scaled(value: float | None, unit: float, name: str) -> str:
-    return "-" if value is None else f"{value / unit:,.0f} {name}"
+    return Table("", columns, cells)

@@ -25,6 +25,7 @@ from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
 from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
 from shardlib.find.named_choices import NamedChoices
 from shardlib.find.program import IntegerProgram, Part
+from shardlib.humanize import gib
 from shardlib.partitioner.factors import Assignment, dims_of
 from shardlib.partitioner.layout import Dims
 
@@ -465,8 +466,7 @@ def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: boo
 def does_not_fit(least: float, have: float) -> DoesNotFitError:
     """Returns the error for layouts that all hold more bytes than a device has."""
     return DoesNotFitError(
-        f"no layout fits: a device needs at least {least / 2**30:.1f} GiB and has "
-        f"{have / 2**30:.1f} GiB.\n"
+        f"no layout fits: a device needs at least {gib(least)} and has {gib(have)}.\n"
         "  Use more devices, microbatches or rematerialisation, or cut the batch.",
         int(least),
     )

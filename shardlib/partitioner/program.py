@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jax.extend.source_info_util import summarize
 
 from shardlib.explain.hlo.provenance import innermost_source
+from shardlib.humanize import size
 from shardlib.jaxprs import FlatProgram, Operation
 from shardlib.partitioner.factors import Assignment, Factors
 from shardlib.partitioner.layout import ValueLayout, num_bytes
@@ -65,7 +66,7 @@ class PartitionedProgram:
             if most >= _LARGE:
                 name = f"{operation.name} at {source_of(operation)}"
                 sizes[name] = max(most, sizes.get(name, 0))
-        return [f"{name} ({size / 2**20:.1f} MiB)" for name, size in sizes.items()]
+        return [f"{name} ({size(most)})" for name, most in sizes.items()]
 
 
 def source_of(operation: Operation) -> str:

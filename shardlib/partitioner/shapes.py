@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from shardlib.jaxprs import Operation
+from shardlib.jaxprs import Operation, reshaped_dims
 from shardlib.partitioner.factors import (
     Arrays,
     DevicePiece,
@@ -83,22 +83,12 @@ def _reshape_factors(
     operand: list[Dim] = [None] * len(old)
     result: list[Dim] = [None] * len(new)
     sizes: list[int] = []
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first, start, left, right = i, j, old[i], new[j]
-        while left != right:
-            if left < right:
-                i += 1
-                left *= old[i]
-            else:
-                j += 1
-                right *= new[j]
-        major = next((d for d in range(first, i + 1) if old[d] > 1), None)
-        goes = next((d for d in range(start, j + 1) if new[d] > 1), None)
+    for before, after in reshaped_dims(old, new):
+        major = next((d for d in before if old[d] > 1), None)
+        goes = next((d for d in after if new[d] > 1), None)
         if major is not None and goes is not None:
             operand[major] = result[goes] = len(sizes)
             sizes.append(math.gcd(old[major], new[goes]))
-        i, j = i + 1, j + 1
     return tuple(operand), tuple(result), tuple(sizes)
 
 

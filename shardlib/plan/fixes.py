@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from shardlib.cost.layout import AXES, Layout
 from shardlib.hardware import Cluster
-from shardlib.humanize import duration
+from shardlib.humanize import duration, gib
 from shardlib.plan.objective import next_larger
 from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.search import (
@@ -50,10 +50,8 @@ class Fix:
 
     def cost(self, memory_bytes: float) -> str:
         """Returns the memory and the predicted time of a step."""
-        return (
-            f"{memory_bytes / 2**30:.1f} GiB, "
-            f"{duration(self.plan.seconds)} a step ({self.slower:+.0%})"
-        )
+        seconds = duration(self.plan.seconds)
+        return f"{gib(memory_bytes)}, {seconds} a step ({self.slower:+.0%})"
 
     def __str__(self) -> str:
         return f"{self.change}: {self.cost(self.memory_bytes)}"

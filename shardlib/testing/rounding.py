@@ -27,6 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import summarize
 from jax.typing import DTypeLike
 
+from shardlib.cost.traced.products import PRODUCTS
 from shardlib.jaxprs import equations
 from shardlib.testing.traced import inner_programs, shape_of
 
@@ -35,7 +36,6 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 NUM_PROBES = 3
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "scatter-add", "scatter_add")
 
 
@@ -58,7 +58,7 @@ def reductions(jaxpr: Jaxpr) -> Reductions:
     terms, unit = 1, unit_roundoff(np.float32)
     for equation, trips in equations(jaxpr):
         unit = max([unit, *(unit_roundoff(x.dtype) for x in _floating(equation.outvars))])
-        if equation.primitive.name in (*_PRODUCTS, *_SUMS):
+        if equation.primitive.name in (*PRODUCTS, *_SUMS):
             sizes = [x.size for x in _floating(equation.invars)]
             terms = max(terms, trips * _terms(equation, sizes)) if sizes else terms
     return Reductions(terms, unit)
@@ -75,7 +75,7 @@ def _terms(equation: JaxprEqn, sizes: list[int]) -> int:
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return math.prod(shape[dim] for dim in contracted)
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return min(sizes)
     if name == "reduce_sum":
         return math.prod(shape[dim] for dim in equation.params["axes"])

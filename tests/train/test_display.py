@@ -141,6 +141,8 @@ def test_many_steps_draw_rarely():
         (humanize.flops(9.9999e11), "1 TFLOP"),
         (humanize.size(1023.999 * 1024), "1.0 MiB"),
         (humanize.gib(2**29), "0.5 GiB"),
+        (humanize.bandwidth(31.5e9), "31.5 GB/s"),
+        (humanize.bandwidth(3.352e12), "3,350 GB/s"),
         (humanize.duration(0.99999), "1 s"),
         (humanize.duration(math.nan), "?"),
         (humanize.clock(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),

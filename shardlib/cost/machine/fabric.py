@@ -30,6 +30,7 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.measured import Calibration, Line, MeasuredCluster
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
+from shardlib.humanize import bandwidth
 
 _RING_OF = {"v3": 32, "v5e": 16, "v6e": 16}
 """Side length at which a 2D torus wraps around, which is the side of the pod."""
@@ -195,7 +196,7 @@ def remarks(cluster: Cluster, layout: Layout) -> list[str]:
         and any("network" in fact for fact in chip.unverified)
     ):
         lines.append(
-            f"Between hosts {network / 1e9:.3g} GB/s a GPU are assumed: machines with "
+            f"Between hosts {bandwidth(network)} a GPU are assumed: machines with "
             f"{chip.full_name} differ (see shardlib.hardware.chips)."
         )
     return lines

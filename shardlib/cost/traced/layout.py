@@ -18,6 +18,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from shardlib.jaxprs import reshaped_dims
+
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 MICRO = "microbatch"
@@ -265,25 +267,15 @@ def reshaped(
     """Returns the layout after a reshape: axes stay with the major part of their dim in the
     result."""
     spec: list[Axes] = [()] * len(new)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first_i, first_j, a, b = i, j, old[i], new[j]
-        while a != b:
-            if a < b:
-                i += 1
-                a *= old[i]
-            else:
-                j += 1
-                b *= new[j]
-        major = next((d for d in range(first_j, j + 1) if new[d] > 1), first_j)
-        for dim in range(first_i, i + 1):
+    for before, after in reshaped_dims(old, new):
+        major = next((d for d in after if new[d] > 1), after[0])
+        for dim in before:
             axes = laid.spec[dim]
             if not axes:
                 continue
-            same = next((d for d in range(first_j, j + 1) if new[d] == old[dim]), major)
-            leading = all(old[d] == 1 for d in range(first_i, dim))
+            same = next((d for d in after if new[d] == old[dim]), major)
+            leading = all(old[d] == 1 for d in before if d < dim)
             target = major if leading else same
             if leading or new[same] == old[dim]:
                 spec[target] = tuple(dict.fromkeys((*spec[target], *axes)))
-        i, j = i + 1, j + 1
     return spread.fitting(new, tuple(spec))

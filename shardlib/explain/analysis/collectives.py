@@ -79,7 +79,7 @@ class Collective:
         between_slices: Whether it runs between TPU slices, over the data-centre network.
         model_path: The part of the model that `source` is in, such as `layers[*]/mlp/up`; see
             `provenance`.
-        phase: The pass of its origin: `forward`, `recompute`, `backward`, `update` or empty.
+        phase: The pass of its origin: see `cost.costs.Pass`; empty if unknown.
         senders: Devices that send in a permutation; 0 for others.
     """
 
@@ -198,14 +198,14 @@ class ProgramReport(Report):
         return (self.unattributed_bytes + self.unread_bytes) / sent if sent else 0.0
 
     def parts(self) -> Iterator[Table | str]:
-        columns = ("collective", "mesh axes", "instructions>", "executions>", "MB on a device>")
+        columns = ("collective", "mesh axes", "instructions>", "executions>", "on a device>")
         rows = [
             (
                 total.kind,
                 axes_text(total.mesh_axes),
                 str(total.instructions),
                 str(total.count),
-                f"{total.bytes / 1e6:.3f}",
+                humanize.size(total.bytes),
             )
             for total in self.totals()
         ]

@@ -14,6 +14,7 @@ import jax
 
 from shardlib.errors import DoesNotFitError, MeshError
 from shardlib.hardware import Cluster, parse_cluster
+from shardlib.humanize import gib
 
 _LARGER = "v5p"
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -45,8 +46,8 @@ def compile_larger(
             return compile_on(other)
     where = cluster.name if cluster is not None else "the device"
     raise DoesNotFitError(
-        f"the step does not fit {where}: it needs {needed / 2**30:.1f} GiB on each device, too "
-        "much to compile.\n"
+        f"the step does not fit {where}: it needs {gib(needed)} on each device, too much to "
+        "compile.\n"
         "  Use more microbatches, remat or devices; shardlib plan says which.",
         needed_bytes=needed,
     )

@@ -23,12 +23,12 @@ from typing import Literal, NamedTuple
 
 import jax.extend.core
 
-from shardlib.cost.costs import pass_of
+from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.hlo.calls import Chain, argument_chains
 from shardlib.explain.hlo.stacks import Frame
 from shardlib.explain.hlo.text import Instruction, Module
 
-Phase = Literal["", "forward", "recompute", "backward", "update"]
+Phase = Pass | Literal[""]
 """Pass of a training step. `recompute`: the forward pass again, within the backward pass."""
 
 _LIBRARIES = (
@@ -111,12 +111,12 @@ def operation_of(name: str) -> str:
 def phase_of(name: str, *, differentiated: bool) -> Phase:
     """Returns the pass of an operation by its JAX name, such as
     `jit(step)/transpose(jvp())/while/body/dot_general`. In a program that takes gradients
-    (`differentiated`), an operation outside of the passes belongs to the update."""
+    (`differentiated`), an operation outside of the passes belongs to the optimizer."""
     during = pass_of(name)
     if during != "optimizer":
         return during
     # Names in computations that the compiler made are relative.
-    return "update" if differentiated and name.startswith("jit(") else ""
+    return "optimizer" if differentiated and name.startswith("jit(") else ""
 
 
 @functools.cache

@@ -226,8 +226,8 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         sent = sum(c.sent_bytes for c in members)
         if not sent:
             continue
-        speeds = f" at {slow / 1e9:.0f} GB/s" if slow else ""
-        speeds += f" instead of {fast / 1e9:.0f} GB/s" if slow and fast else ""
+        speeds = f" at {humanize.bandwidth(slow)}" if slow else ""
+        speeds += f" instead of {humanize.bandwidth(fast)}" if slow and fast else ""
         largest_one = max(members, key=lambda c: c.sent_bytes)
         fits = [n for n in range(1, domain + 1) if domain % (n * inner) == 0]
         yield Finding(

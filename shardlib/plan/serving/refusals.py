@@ -160,4 +160,5 @@ def _time(seconds: float) -> str:
     """Returns a time as an argument: rounded up to three digits, without a space."""
     size = 10.0 ** (math.floor(math.log10(seconds)) - 2)
     seconds = math.ceil(seconds / size - 1e-9) * size
-    return f"{seconds * 1e3:.3g}ms" if seconds < 1 else f"{seconds:.3g}s"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.3g}ms" if seconds < 1 else f"{seconds:.3g}s"

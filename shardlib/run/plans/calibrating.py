@@ -36,6 +36,7 @@ from shardlib.cost.machine.measured import (
 )
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import CHIPS, Cluster, chip_for, parse_cluster
+from shardlib.humanize import bandwidth, duration, flops
 from shardlib.runtime.distributed import local_cpu_devices
 
 _TYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -169,18 +170,17 @@ def report(calibration: Calibration) -> str:
         f"once; {len(found.timed)} operations timed, spread {found.spread:.0%}, worst fit error "
         f"{found.fit_error:.0%}",
         *(
-            f"matmul {name:4}  {fit.flops / 1e12:8.3g} TFLOP/s a device, "
-            f"{fit.flops * count / 1e12:.3g} in all; {fit.seconds * 1e6:.3g} us to start "
-            f"(fit error {fit.error:.0%})"
+            f"matmul {name:4}  {flops(fit.flops):>12}/s a device, {flops(fit.flops * count)}/s in "
+            f"all; {duration(fit.seconds)} to start (fit error {fit.error:.0%})"
             for name, fit in found.matmul.items()
         ),
-        f"memory       {found.memory.bytes_per_second / 1e9:8.3g} GB/s a device "
+        f"memory       {bandwidth(found.memory.bytes_per_second):>14} a device "
         f"(fit error {found.memory.error:.0%})",
     ]
     for table, how in ((found.collectives, "over"), (found.across, "across")):
         lines += [
-            f"{kind:14} {how} {size:3}: {line.seconds * 1e6:7.3g} us to start, "
-            f"{line.bytes_per_second / 1e9:7.3g} GB/s (fit error {line.error:.0%})"
+            f"{kind:14} {how} {size:3}: {duration(line.seconds):>8} to start, "
+            f"{bandwidth(line.bytes_per_second):>12} (fit error {line.error:.0%})"
             for kind, by_size in table.items()
             for size, line in by_size.items()
         ]

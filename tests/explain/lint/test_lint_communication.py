@@ -123,9 +123,9 @@ def test_groups_that_are_no_mesh_axes():
         ("2x4xh100", "tensor=8 spans 8 devices, but an NVLink domain of 2x4xh100 has 4: "
          "7.0 MiB a step cross the network at 50 GB/s instead of 450 GB/s."),
         ("2xv5e:2x2", "tensor=8 spans 8 devices, but a slice of 2xv5e:2x2 has 4: 7.0 MiB a "
-         "step cross the network at 3 GB/s instead of 50 GB/s."),
+         "step cross the network at 3.12 GB/s instead of 50 GB/s."),
         ("2x4xl4", "tensor=8 spans 8 devices, but a host of 2x4xl4 has 4: 7.0 MiB a step cross the "
-         "network at 2 GB/s instead of 31 GB/s."),
+         "network at 1.56 GB/s instead of 31 GB/s."),
     ],
 )  # fmt: skip
 def test_an_axis_that_leaves_the_fast_domain(cluster, message):
