@@ -122,6 +122,20 @@ def test_a_missing_config_is_reported_before_jax_is_imported(tmp_path):
     assert found.returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["llama3-8b"], "Write --model llama3-8b."),
+        (["--model", "llama3-8b", "--why-not", "up fsdp"], "a rule as 'up: fsdp'."),
+    ],
+    ids=["model", "rule"],
+)
+def test_a_plan_is_told_how_to_name_what_it_asks_about(shardlib, words, fix):
+    code, out, err = shardlib("plan", *words, "--on", "v5e-8")
+    assert (code, out, err.startswith("ConfigError: ")) == (2, "", True)
+    assert err.endswith(f"{fix}\n")
+
+
 @pytest.mark.mesh
 def test_python_m_shardlib_train_is_shardlib_train(tmp_path):
     (tmp_path / "quick.yaml").write_text("trian: {}\n")

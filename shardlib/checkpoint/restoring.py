@@ -198,6 +198,13 @@ def check_same_leaves(
     """Rejects a checkpoint whose leaves differ from the leaves of the target state. Returns a line
     for each accepted difference.
 
+    Args:
+        directory: The checkpoint, for the error.
+        saved: The leaves of the checkpoint by path.
+        expected: The leaves of the target state by path.
+        cast: Whether leaves may have another dtype, except keys of `jax.random`.
+        partial: Whether leaves may be missing or unexpected, or which ones by path.
+
     Raises:
         CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
             all such leaves are listed with their expected and found specs.

@@ -124,7 +124,7 @@ def plan(
         return plan_serving(serve, on, options, of_training, as_json=as_json)
     check_without_serving(of_serving, "plans", "--serve MODEL")
     _check(on, config, model, verify)
-    asked = [one for one in why_not or () if ":" in one]
+    asked = _rules_asked(why_not or ())
     _check_rules(on, config, rules, asked)
     reload = _reload(config, overrides, length)
     given = model if config is None else load_config(config, overrides)
@@ -201,6 +201,7 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
             "  Write shardlib plan CONFIG --on CLUSTER, or "
             "shardlib plan --model llama3-70b --on CLUSTER."
         )
+    _check_not_named(config)
     if not verify:
         return
     if config is None:
@@ -215,6 +216,30 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
         )
     # Does not use the devices of this machine.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _check_not_named(config: str | None) -> None:
+    """Raises `ConfigError` if the path of a config is the name of a published model."""
+    if config is None or os.path.exists(config) or config.endswith((".yaml", ".yml")):
+        return
+    from shardlib.plan.workloads.named_models import NAMED, canonical
+
+    if canonical(config) in NAMED:
+        raise ConfigError(
+            f"{config}: no such config file, but a published model has that name.\n"
+            f"  Write --model {config}."
+        )
+
+
+def _rules_asked(why_not: list[str]) -> list[str]:
+    """Returns the rules among what `--why-not` names; the rest are meshes."""
+    unclear = [one for one in why_not if ":" not in one and "=" not in one]
+    if unclear:
+        raise ConfigError(
+            f"--why-not {unclear[0]!r} names neither a mesh nor a rule.\n"
+            "  Write a mesh as fsdp=8, or with --rules auto a rule as 'up: fsdp'."
+        )
+    return [one for one in why_not if ":" in one]
 
 
 def _check_rules(on: str, config: str | None, rules: str | None, asked: list[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from shardlib.errors import CheckpointError, did_you_mean
+from shardlib.errors import CheckpointError, ModelError, did_you_mean
 from shardlib.hf.tensor_table import Index, TensorTable
 
 INDEX = "model.safetensors.index.json"
@@ -237,6 +237,16 @@ def _entry(file: str, name: str, field: Any, base: int) -> Entry:
     if entry.num_bytes != end - start:
         raise ValueError(f"{name} has {end - start} bytes, but its shape needs {entry.num_bytes}.")
     return entry
+
+
+def check_dtypes(dtypes: Iterable[np.dtype]) -> None:
+    """Raises `ModelError` for dtypes whose numbers no file holds."""
+    unknown = sorted({str(dtype) for dtype in dtypes if dtype not in _NAMES})
+    if unknown:
+        raise ModelError(
+            f"safetensors files hold no numbers of dtype {', '.join(unknown)}.\n"
+            f"  Choose one of: {', '.join(map(str, _NAMES))}."
+        )
 
 
 def write(

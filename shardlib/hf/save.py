@@ -21,7 +21,7 @@ from shardlib.hf.load import parameters
 from shardlib.hf.loaded import Loaded
 from shardlib.hf.matching import check_floating, counters, refuse_overflow
 from shardlib.hf.new_folder import filled, on_first_process, refuse_full
-from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
+from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, check_dtypes, write
 from shardlib.hf.tensor_table import TensorTable
 from shardlib.hf.tiled_copy import copy
 
@@ -68,8 +68,8 @@ def save(
 
     Raises:
         CheckpointError: If the folder is not empty, or cannot be written.
-        ModelError: If no architecture can express the model, `dtype` is of other numbers, or finite
-            values of parameters are beyond its range.
+        ModelError: If no architecture can express the model, files of safetensors hold no numbers
+            of a dtype, or finite values of parameters are beyond its range.
     """
     check_floating(dtype)
     folder, model = Path(folder).resolve(), getattr(source, "model", source)
@@ -131,9 +131,11 @@ def write_folder(
 
     Raises:
         CheckpointError: If the folder cannot be written.
+        ModelError: If files of safetensors hold no numbers of a dtype.
     """
     dtypes = dtypes or {path: array.dtype for path, array in arrays.items()}
     specs = {name: (shape, dtypes[path]) for name, shape, path in layout.tensors()}
+    check_dtypes(dtype for _, dtype in specs.values())
     tensors = layout.write(lambda view, path, at: _fill(view, arrays[path], at), specs)
     added = counters(specs)
     specs |= {name: (array.shape, array.dtype) for name, array in added.items()}

@@ -16,7 +16,9 @@ from typing import NamedTuple
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _SEPARATORS = "; \t\r\n"
-_KEYS = {"name", "arguments", "parameters", "type", "id"}
+_ARGUMENTS = {"arguments", "parameters"}
+"""The key of the arguments, in the one form and in the other; a call has one of them."""
+_KEYS = {"name", "type", "id"} | _ARGUMENTS
 
 
 class ToolCall(NamedTuple):
@@ -156,7 +158,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 def _call(value: object, names: Collection[str]) -> ToolCall | None:
     """Returns the call that a JSON value is; None if it is not one."""
-    if not isinstance(value, dict) or not value.keys() <= _KEYS:
+    if not isinstance(value, dict) or not value.keys() <= _KEYS or value.keys() >= _ARGUMENTS:
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):

@@ -52,6 +52,14 @@ def test_dtypes_that_hold_no_weights_are_refused(llama, dtype):
         hf.load(llama, dtype=dtype)
 
 
+def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(llama, tmp_path):
+    loaded = hf.load(llama)
+    with pytest.raises(ModelError, match=r"dtype float8_e4m3\.\n  Choose one of: .*bfloat16"):
+        hf.save(loaded, tmp_path / "out", dtype="float8_e4m3")
+    assert list(tmp_path.iterdir()) == []
+    hf.save(loaded, tmp_path / "out", dtype="float8_e4m3fn")
+
+
 def test_values_beyond_the_range_of_a_dtype_are_refused(llama, tmp_path):
     with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
         loaded = hf.load(llama, dtype=jnp.float32)

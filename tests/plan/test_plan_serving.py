@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
@@ -205,6 +206,22 @@ def test_a_model_that_does_not_fit_is_told_what_is_missing():
     assert plan_serving("llama3-70b", on="v5e-8", context="8k", weights="int8").best.fits
 
 
+@pytest.mark.parametrize(
+    ("model", "context", "fixes"),
+    [
+        ("qwen2.5-7b", "4k", ["--weights int8.", "--cache int8."]),
+        ("llama3.1-8b", "48k", ["--weights int8 --cache int8."]),
+    ],
+)
+def test_a_cache_in_8_bits_is_suggested_where_it_helps(model, context, fixes):
+    with pytest.raises(MeshError, match="does not fit v5e-1") as e:
+        plan_serving(model, on="v5e-1", context=context)
+    lines = str(e.value).splitlines()
+    assert [line for line in lines if "int8" in line] == [f"  Add {fix}" for fix in fixes]
+    options = dict(re.findall(r"--(\w+) (\w+)", fixes[-1]))
+    assert plan_serving(model, on="v5e-1", context=context, **options).best.fits
+
+
 def test_times_that_nothing_keeps_are_told_with_those_that_it_keeps():
     with pytest.raises(
         MeshError, match="no plan of llama3-70b on v5e-16 keeps ttft=1s,itl=50ms"
@@ -336,6 +353,9 @@ def test_a_mesh_or_chunk_that_does_not_fit_is_told_one_that_does():
     assert explain_serving("llama3-8b", **ON_V5E, chunk=most).fits
     with pytest.raises(MeshError, match="does not fit"):
         explain_serving("llama3-8b", **ON_V5E, chunk=most + 32)
+    # Any number of slots is as much in vain, where not one fits.
+    with pytest.raises(MeshError, match=r"^mesh=data=8 does not fit .* GiB are missing"):
+        explain_serving("llama3-8b", **ON_V5E, mesh="data=8", slots=4)
     with pytest.raises(MeshError, match=r"Leave --mesh and --chunk out\.$"):
         explain_serving("llama3-8b", **ON_V5E, mesh="data=8", chunk=1_000_000)
 

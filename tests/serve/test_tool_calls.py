@@ -43,6 +43,7 @@ TEXTS = {
     '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
     '{"name": {"first": "a"}, "parameters": {}}',
     '{"name": "add", "price": 3}',
+    '{"name": "add", "arguments": {"x": 1}, "parameters": {"x": 2}}',
     '{"name": "add", "parameters": {"x": NaN}}',
     '{"name": "add", "parameters": {"x": 1e999}}',
     '{"a":' * 20_000,

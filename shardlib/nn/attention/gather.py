@@ -37,4 +37,3 @@ def _backward(shard, queries, cargo, known):
 
 
 gathered_attention = attention_of_shards(_forward, _backward)
-"""Returns attention over the whole row; the arguments are as in `ring_attention`."""

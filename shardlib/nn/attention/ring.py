@@ -86,14 +86,3 @@ def _backward(shard, queries, cargo, known):
 
 
 ring_attention = attention_of_shards(_forward, _backward)
-"""Returns attention over the whole row; call it in a region that is manual over `context`.
-
-Args:
-    query: This device's shard of the row in `order`.
-    key: The same shard.
-    value: As `key`.
-    segments: [batch, length] int32 of queries and of keys, or None.
-    sinks: Scores of the sinks of this device's heads, or None.
-    mask: The causal mask and the window.
-    order: Order of the row over the axis.
-"""

@@ -73,9 +73,10 @@ def attention_of_shards(
     forward: Callable[[SequenceShard, Queries, Cargo, Running], Running],
     backward: Callable[[SequenceShard, Queries, Cargo, Cotangents], tuple[jax.Array, KeyGradients]],
 ) -> Callable[..., jax.Array]:
-    """Returns attention over a whole row, of which each device has a shard; call it in a region
-    that is manual over `context`. `forward` and `backward` are as in `tiled_attention`; keys come
-    as this device's cargo."""
+    """Returns attention over a whole row, of which each device has a shard.
+
+    `forward` and `backward` are as in `tiled_attention`; keys come as this device's cargo.
+    """
     attend = tiled_attention(SequenceShard.cut, forward, backward)
 
     def attention(
@@ -88,6 +89,17 @@ def attention_of_shards(
         mask: Mask,
         order: Order,
     ) -> Float[Array, "batch length heads value_dim"]:
+        """Returns attention over the whole row; call it in a region that is manual over `context`.
+
+        Args:
+            query: This device's shard of the row in `order`.
+            key: The same shard.
+            value: As `key`.
+            segments: [batch, length] int32 of queries and of keys, or None.
+            sinks: Scores of the sinks of this device's heads, or None.
+            mask: The causal mask and the window.
+            order: Order of the row over the axis.
+        """
         shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
         return attend(shard, query, key, value, segments, sinks)
 

@@ -25,7 +25,7 @@ def one_engine(
     slots: int | None,
     chunk: int | None,
 ) -> tuple[Replica, ServingPlan]:
-    """Returns the best plan that fits; with `slots` that never fit, that of the least memory.
+    """Returns the best plan that fits; with more `slots` than fit, that of the least memory.
 
     Args:
         model, question: The model and the question.
@@ -34,8 +34,8 @@ def one_engine(
         chunk: Tokens of prompts that a step of each copy reads; None for any number.
 
     Raises:
-        MeshError: If not one sequence fits and no slots are given, or the rules `serve` cannot
-            place the model on the mesh.
+        MeshError: If not one sequence fits, or the rules `serve` cannot place the model on the
+            mesh.
     """
     every = replicas_of(model, question)
     replicas = [one for one in every if sizes is None or _is_on(one.layout, sizes)]
@@ -54,7 +54,7 @@ def one_engine(
     if fitting:
         most = max(plan.tokens_per_second for _, plan in fitting)
         return min(fitting, key=lambda pair: rank(pair[1], most))
-    over = [(one, plan) for one, plans in found for plan in plans]
+    over = [(one, plan) for one, plans in found for plan in plans if plan.most_slots]
     if not over:
         raise _refusal(model, question, every, replicas, chunk)
     return min(over, key=lambda pair: pair[1].memory.total)

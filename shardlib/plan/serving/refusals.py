@@ -92,21 +92,23 @@ def _shorter(replica: Replica, chunk: int) -> list[str]:
 
 
 def _in_int8(replica: Replica, chunk: int) -> list[str]:
-    """Returns the line that 8 bits help, if weights in 8 bits fit."""
-    question = replica.question
-    if question.weights is not None:
-        return []
+    """Returns lines on what fits in 8 bits: the weights or the cache, or else both."""
+    left = [name for name in ("weights", "cache") if getattr(replica.question, name) is None]
+    alone = [f"  Add --{name} int8." for name in left if _fits_in_int8(replica, chunk, name)]
+    if alone or len(left) < 2 or not _fits_in_int8(replica, chunk, *left):
+        return alone
+    return ["  Add --weights int8 --cache int8."]
+
+
+def _fits_in_int8(replica: Replica, chunk: int, *parts: str) -> bool:
+    question = dataclasses.replace(replica.question, **dict.fromkeys(parts, "int8"))
     try:
-        model = replica.model.in_int8()
+        model = replica.model.with_bits(question.weights, question.cache)
     except ModelError:  # The model has no weights in 8 bits.
-        return []
-    small = dataclasses.replace(
-        replica,
-        model=model,
-        question=dataclasses.replace(question, weights="int8"),
-        weight_bytes=model.weight_bytes(replica.layout),
-    )
-    return ["  Add --weights int8."] if small.over(1, chunk) <= 0 else []
+        return False
+    layout = replica.layout
+    weights, page = model.weight_bytes(layout), model.page_bytes(layout, question.page_size)
+    return Replica(model, question, layout, weights, page).over(1, chunk) <= 0
 
 
 def _clusters(cluster: Cluster, suits: Callable[[Cluster], bool]) -> list[Cluster]:

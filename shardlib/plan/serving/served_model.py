@@ -4,6 +4,7 @@ Shapes come from the traced module and its empty cache, so an engine allocates t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,11 @@ class ServedModel:
     longest: int | None
     """Positions that the model has; None for any number."""
     widths: Widths
-    in_int8: Callable[[], "ServedModel"] = dataclasses.field(compare=False, repr=False)
-    """Returns the model with weights in 8 bits; raises `ModelError` if it has none."""
+    with_bits: Callable[[Bits | None, Bits | None], "ServedModel"] = dataclasses.field(
+        compare=False, repr=False
+    )
+    """Returns the model with other bits of weights and cache; raises `ModelError` for weights that
+    it does not have in 8 bits."""
 
     def check_context(self, context: int) -> None:
         """Raises `ModelError` for a context with more tokens than the model has positions."""
@@ -156,7 +160,7 @@ def _of_config(
             width if weights is None else jnp.dtype(weights).itemsize,
             position_bytes / (dims.layers * dims.kv_width),
         ),
-        lambda: _of_config(name, config, spec, dtype, "int8", cache),
+        functools.partial(_of_config, name, config, spec, dtype),
     )
 
 
