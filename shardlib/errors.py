@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Iterable
 from types import ModuleType
@@ -125,6 +126,17 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_"))
+
+
+def check_run(path: str | os.PathLike[str]) -> None:
+    """Checks that a path may hold a run, before what takes seconds to import.
+
+    Raises:
+        ConfigError: If the path is not a directory.
+    """
+    if not os.path.isdir(path):
+        what = f"{path} is a file" if os.path.exists(path) else f"no such directory: {path}"
+        raise ConfigError(f"{what}.\n  Pass a run directory created by `shardlib train`.")
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -44,6 +44,7 @@ from shardlib.errors import (
     ModelError,
     RuleError,
     ShardlibError,
+    check_run,
 )
 from shardlib.humanize import bandwidth, flops, gib
 from shardlib.runtime.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
@@ -187,6 +188,7 @@ def generate(
 
     A run that trained on chats reads the prompt as a message of the user and prints its answer.
     """
+    check_run(run_dir)
     from shardlib.run.sampling import generate as run_generate
 
     options = {"mesh": mesh, "step": step, "notify": warn, "echo": True}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib.cli.arguments import AsJson, console, warn
-from shardlib.errors import CheckpointError, ConfigError
+from shardlib.errors import CheckpointError, ConfigError, check_run
 from shardlib.humanize import plural, size
 from shardlib.tables import Table
 
@@ -43,8 +43,6 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
     The columns are step, time, size, mesh, samples seen and metrics.
     """
-    from shardlib.run.directory import RunDirectory
-
     _check_whole(run)
     saved = _open(run)
     rows = [
@@ -55,6 +53,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     rows.sort(key=lambda row: row["step"])
     is_damaged = not rows and bool(_candidates(saved, None))
     if not rows and not is_damaged:  # An empty list is for a run that has not saved yet.
+        from shardlib.run.directory import RunDirectory
+
         RunDirectory(run).config_of_run()
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -136,9 +136,10 @@ def reshard(
 
     A run resumes from its checkpoint on any mesh without a copy, which only makes reads smaller.
     """
+    run, step = one_step(run, step)
+    check_run(run)
     from shardlib.run import resharding
 
-    run, step = one_step(run, step)
     if dry_run:
         plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=warn)
         if as_json:
@@ -159,6 +160,7 @@ def reshard(
 
 
 def _open(run: str) -> "SavedCheckpoints":
+    check_run(run)
     from shardlib.checkpoint import SavedCheckpoints, open_saved
     from shardlib.run.directory import RunDirectory
 
@@ -167,7 +169,6 @@ def _open(run: str) -> "SavedCheckpoints":
         raise CheckpointError(
             f"{run} is one checkpoint of a run.\n  Name the directory of the run, or RUN@STEP."
         )
-    directory.check_exists()
     try:
         config = directory.read_config()
     except ConfigError as error:

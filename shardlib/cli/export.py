@@ -8,6 +8,7 @@ import typer
 
 from shardlib.cli.arguments import Mesh, warn
 from shardlib.cli.checkpoint import RunAtStep, one_step
+from shardlib.errors import check_run
 
 
 def export(
@@ -39,10 +40,11 @@ def export(
 
     The folder gets safetensors files, config.json and the tokenizer. Adapters are merged.
     """
+    name, step = one_step(run, None)
+    check_run(name)
     from shardlib.run.exporting import export as run_export
     from shardlib.runtime.stopping import process_index
 
-    name, step = one_step(run, None)
     options = {"architecture": architecture, "adapter": adapter, "dtype": dtype}
     step = run_export(name, out, step=step, mesh=mesh, notify=warn, **options)
     if process_index() == 0:

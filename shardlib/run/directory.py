@@ -18,7 +18,7 @@ from shardlib.checkpoint.consensus import Peers
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer, read_tokenizer
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer
-from shardlib.errors import ConfigError, RunDirError
+from shardlib.errors import ConfigError, RunDirError, check_run
 from shardlib.run.config import RunConfig
 
 _LOCK_FILE = "run.lock"
@@ -110,19 +110,13 @@ class RunDirectory:
         """
         return load(RunConfig, self.config_file) if self.config_file.is_file() else None
 
-    def check_exists(self) -> None:
-        """Raises `ConfigError` if there is no directory."""
-        if not self.path.is_dir():
-            fault = f"{self} is a file" if self.path.exists() else f"no such directory: {self}"
-            raise ConfigError(f"{fault}.\n  Pass a run directory created by `shardlib train`.")
-
     def config_of_run(self) -> RunConfig:
         """Returns the config of the run that the directory must hold.
 
         Raises:
             ConfigError: If the directory is missing or holds no run, or the file is damaged.
         """
-        self.check_exists()
+        check_run(self.path)
         config = self.read_config()
         if config is None:
             raise ConfigError(
