@@ -1,4 +1,4 @@
-"""The ids of tests: what is refused, and that collection refuses it."""
+"""The ids of tests and their times: what is refused, and that pytest refuses it."""
 
 import os
 import subprocess
@@ -31,19 +31,35 @@ def test_what_two_processes_may_not_agree_on_is_refused(case, fault):
     assert len(line) < LONGEST
 
 
-@pytest.mark.mesh
-def test_collection_refuses_it(tmp_path):
-    cases = "@pytest.mark.parametrize('x', [b'\\xff', 'fine'])\ndef test_bytes(x): pass\n"
-    (tmp_path / "test_planted.py").write_text(f"import pytest\n{cases}")
-    words = ("-m", "pytest", "-p", "conftest", "--collect-only", "-q", "--rootdir", tmp_path)
-    done = subprocess.run(
-        [sys.executable, *words, tmp_path],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        cwd=tmp_path,
+def run_planted(folder, text, *words, **environment):
+    """Runs pytest with the hooks of these tests on a file of its own."""
+    (folder / "test_planted.py").write_text(f"import pytest\n{text}")
+    command = ["-m", "pytest", "-p", "conftest", "-q", "--rootdir", folder, *words, folder]
+    return subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), **environment},
+        cwd=folder,
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.mesh
+def test_collection_refuses_it(tmp_path):
+    cases = "@pytest.mark.parametrize('x', [b'\\xff', 'fine'])\ndef test_bytes(x): pass\n"
+    done = run_planted(tmp_path, cases, "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "1 test ids are not short printable text that is always the same:" in done.stderr
     assert "test_planted.py::test_bytes[\\xff]: it holds bytes" in done.stderr
     assert "Name these cases: pytest.param(..., id='cut short'), or ids=[...]." in done.stderr
+
+
+@pytest.mark.mesh
+def test_a_slow_test_without_a_tier_fails(tmp_path):
+    slow = "import time\ndef test_slow(): time.sleep(0.2)\n@pytest.mark.mesh\n"
+    slow += "def test_marked(): time.sleep(0.2)\ndef test_quick(): pass\n"
+    words = ("-m", "", "--durations=0", "--durations-min=0.1")
+    done = run_planted(tmp_path, slow, *words, SLOWEST_TEST_SECONDS="0.1")
+    assert "It took 0.2 s; a test without a tier may take 0.1 s." in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
+    assert "s call     test_planted.py::test_slow" in done.stdout  # Each time is printed.

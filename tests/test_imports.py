@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,30 @@ def test_functions_are_of_a_size_to_read():
         and (lines := node.end_lineno - node.lineno + 1) > 60
     }
     assert not long
+
+
+def test_the_median_file_holds_one_idea():
+    """One idea a file: neither many small files for one idea, nor files of several."""
+    lines = [
+        len(file.read_text().splitlines())
+        for file in PACKAGE.rglob("*.py")
+        if not file.name.startswith("__")
+    ]
+    assert 150 <= statistics.median(lines) <= 250
+
+
+def test_few_parameters_are_of_any_type():
+    arguments = [
+        argument
+        for root in (PACKAGE, MODELS)
+        for file in root.rglob("*.py")
+        for node in nodes(file)
+        if isinstance(node, ast.arguments)
+        for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+        if argument.arg not in ("self", "cls") and argument.annotation is not None
+    ]
+    is_any = sum(ast.unparse(argument.annotation) == "Any" for argument in arguments)
+    assert is_any <= 0.04 * len(arguments)
 
 
 def test_every_module_is_in_the_table():

@@ -13,7 +13,10 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_num_cpu_devices", 4)
 attention = ("attend", "blockwise", "gather", "plain", "region", "ring", "ulysses")
 checked = [f"shardlib.nn.attention.{name}" for name in attention]
-checked += [f"shardlib.nn.moe.{name}" for name in ("capacity", "dropless", "experts", "routing")]
+checked += [f"shardlib.nn.moe.{name}" for name in (
+    # Not `exchange`: its plan passes through JAX with other things in place of arrays.
+    *("capacity", "dropless", "experts", "routing", "rows", "statistics"),
+)]
 checked += ["shardlib.losses.chunked", "shardlib.losses.weighted"]
 with install_import_hook(checked, "beartype.beartype"):
     import shardlib as sl
@@ -30,7 +33,9 @@ weights = moe.ExpertWeights(jnp.ones((4, 16, 8)), jnp.ones((4, 16, 8)), jnp.ones
 def experts(x, dispatch, **options):
     routing = moe.route(router, 2, bias=jnp.zeros(4))
     glu = moe.gated(jax.nn.silu)
-    return moe.apply_experts(x, routing, weights, glu, dispatch=dispatch, **options)[0]
+    result, kept = moe.apply_experts(x, routing, weights, glu, dispatch=dispatch, **options)
+    moe.router_stats(routing, kept, mask=options.get("mask"), bias=jnp.zeros(4))
+    return result
 
 
 def loss(x, labels):

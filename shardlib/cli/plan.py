@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -231,7 +231,7 @@ def _check_not_named(config: str | None) -> None:
         )
 
 
-def _rules_asked(why_not: list[str]) -> list[str]:
+def _rules_asked(why_not: Sequence[str]) -> list[str]:
     """Returns the rules among what `--why-not` names; the rest are meshes."""
     unclear = [one for one in why_not if ":" not in one and "=" not in one]
     if unclear:

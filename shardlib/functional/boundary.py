@@ -25,7 +25,7 @@ _open: contextvars.ContextVar["_Boundary | None"] = contextvars.ContextVar("boun
 
 
 @contextlib.contextmanager
-def boundary(model: Any, dtype: DTypeLike, batch: PyTree) -> Iterator[None]:
+def boundary(model: nnx.Module | linen.Module, dtype: DTypeLike, batch: PyTree) -> Iterator[None]:
     """Casts arguments and results of a merged model while a loss calls it.
 
     Floating arrays among the arguments of a call, also inside tuples, lists and dicts, are cast to
@@ -121,24 +121,30 @@ def _method(name: str) -> Any:
     return method
 
 
-def _intercept(model: linen.Module, fn: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _intercept(
+    model: linen.Module,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: linen.module.InterceptorContext,
+) -> Any:
     border = _open.get()
     if border is None or context.method_name == "setup" or _outermost(context.module) is not model:
         return fn(*args, **kwargs)
     return border.call(fn, args, kwargs)
 
 
-def _outermost(module: Any) -> Any:
+def _outermost(module: linen.Module) -> Any:
     while isinstance(module.parent, linen.Module):
         module = module.parent
     return module
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
-def _is_narrow(x: Any) -> bool:
+def _is_narrow(x: jax.Array) -> bool:
     return jnp.finfo(x.dtype).bits < 32
 
 

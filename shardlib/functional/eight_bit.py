@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -56,7 +57,9 @@ FP8 = Recipe(jnp.float8_e4m3fn, jnp.float8_e5m2, None, False, False)
 INT8 = Recipe(jnp.int8, jnp.int8, jnp.int32, True, True)
 
 
-def fp8_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any) -> Any:
+def fp8_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers, **options: Any
+) -> jax.Array:
     """Returns `jax.lax.dot_general` of operands in float8; see the module.
 
     Args:
@@ -72,7 +75,9 @@ def fp8_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **op
     return _dot(FP8, lhs, rhs, dimension_numbers, **options)
 
 
-def int8_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any) -> Any:
+def int8_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers, **options: Any
+) -> jax.Array:
     """Returns `jax.lax.dot_general` of operands in int8; as `fp8_dot_general`."""
     return _dot(INT8, lhs, rhs, dimension_numbers, **options)
 
@@ -81,8 +86,8 @@ def _dot(
     recipe: Recipe,
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     **others: Any,
 ) -> jax.Array:
@@ -99,7 +104,9 @@ def _dot(
     return _product(recipe, dims, out, lhs, rhs)
 
 
-def _forward(recipe: Recipe, dims: Dims, out: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _forward(
+    recipe: Recipe, dims: Dims, out: np.dtype, lhs: jax.Array, rhs: jax.Array
+) -> jax.Array:
     y = _rounded(recipe, dims, out, lhs, rhs, recipe.operand, recipe.operand)
     return checkpoint_name(y, RESULT)
 
@@ -107,11 +114,17 @@ def _forward(recipe: Recipe, dims: Dims, out: Any, lhs: jax.Array, rhs: jax.Arra
 _product = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
 
 
-def _forward_rule(recipe: Recipe, dims: Dims, out: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
+def _forward_rule(recipe: Recipe, dims: Dims, out: np.dtype, lhs: jax.Array, rhs: jax.Array) -> Any:
     return _forward(recipe, dims, out, lhs, rhs), (lhs, rhs)
 
 
-def _backward_rule(recipe: Recipe, dims: Dims, out: Any, kept: Any, gradient: jax.Array) -> Any:
+def _backward_rule(
+    recipe: Recipe,
+    dims: Dims,
+    out: np.dtype,
+    kept: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> Any:
     del out
     lhs, rhs = kept
     turned = (dims[0][1], dims[0][0]), (dims[1][1], dims[1][0])
@@ -149,7 +162,13 @@ def _of_first(
 
 
 def _rounded(
-    recipe: Recipe, dims: Dims, out: Any, lhs: jax.Array, rhs: jax.Array, left: Any, right: Any
+    recipe: Recipe,
+    dims: Dims,
+    out: np.dtype,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    left: DTypeLike,
+    right: DTypeLike,
 ) -> jax.Array:
     """Returns the product of rounded operands in the dtype `out`."""
     (left_sum, right_sum), (left_batch, right_batch) = dims
@@ -174,7 +193,7 @@ def _rounded(
 
 
 def _quantized(
-    recipe: Recipe, x: jax.Array, dtype: Any, contracted: tuple[int, ...]
+    recipe: Recipe, x: jax.Array, dtype: DTypeLike, contracted: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a tensor in an 8-bit dtype and the float32 scale that it is to be multiplied by."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)

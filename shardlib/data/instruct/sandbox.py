@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 1_000_000
@@ -40,14 +41,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             join.nodes = [nodes.Filter(nodes.Concat(join.nodes), "checked", [], [], None, None)]
         return functools.partial(self._rendered, self.from_string(tree))
 
-    def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
+    def call(self, context: Context, called: Any, /, *args: Any, **options: Any) -> Any:
         """Calls a function or method for a template."""
         self._step()
         if args and getattr(called, "__name__", "") in _PADDING:
             _refuse_above(args[0])
         return _checked(super().call(context, called, *args, **options))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Computes `left operator right`."""
         if operator == "*":
             _refuse_above(_size(left) * _size(right))
@@ -57,7 +58,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _refuse_above(max(map(int, re.findall(r"\d{1,20}", left)), default=0))
         return _checked(super().call_binop(context, operator, left, right))
 
-    def _rendered(self, template: Any, **variables: Any) -> str:
+    def _rendered(self, template: Template, **variables: Any) -> str:
         self.steps = self.size = 0
         pieces, size = [], 0
         for piece in template.generate(**variables):
@@ -82,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> Any:
     return len(value) if isinstance(value, str | list | tuple) else value
 
 
@@ -92,6 +93,6 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _refuse_above(size: Any) -> None:
+def _refuse_above(size: object) -> None:
     if isinstance(size, int) and size > MAX_SIZE:
         raise TemplateError(f"it makes a value or a text of more than {MAX_SIZE:,} characters")

@@ -21,6 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Int, Shaped
 
 from shardlib.errors import ModelError
 from shardlib.hardware import cluster_of
@@ -105,7 +106,7 @@ def _without_ragged() -> str:
     return cluster.name if cluster.devices_per_domain > _V5E_CHIPS else ""
 
 
-def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> ExchangePlan:
+def plan_exchange(counts: Int[Array, "devices groups"], axes: tuple[str, ...]) -> ExchangePlan:
     """Returns the plan of an exchange, after an all-gather of the counts.
 
     Args:
@@ -137,7 +138,9 @@ def _starts(counts: jax.Array, order: tuple[int, int, int]) -> jax.Array:
     return jnp.transpose(starts, back)
 
 
-def exchange(rows: jax.Array, plan: ExchangePlan, out_rows: int, link: ExchangeGroup) -> jax.Array:
+def exchange(
+    rows: Shaped[Array, "sent embed"], plan: ExchangePlan, out_rows: int, link: ExchangeGroup
+) -> Shaped[Array, "{out_rows} embed"]:
     """Returns the rows that the plan brings to this device: [out_rows, d], padded with zeros.
 
     Its derivative is the exchange by the reversed plan.

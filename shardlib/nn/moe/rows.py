@@ -6,6 +6,7 @@ scatter-add, which is slow because rows may collide; here they cannot.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
 
 from shardlib.nn.remat import tag
 
@@ -16,7 +17,11 @@ def _take(rows: jax.Array, at: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def spread(tokens: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
+def spread(
+    tokens: Shaped[Array, "tokens embed"],
+    source: Int[Array, " rows"],
+    place: Int[Array, "tokens k"],
+) -> Shaped[Array, "rows embed"]:
     """Returns rows [n, d]: row i is the token of the copy `source[i]`.
 
     Copy c of `tokens` [t, d] is token `c // k`. `place` [t, k] int32 is the row of each copy and
@@ -40,7 +45,9 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def collect(rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
+def collect(
+    rows: Shaped[Array, "rows embed"], source: Int[Array, " rows"], place: Int[Array, "tokens k"]
+) -> Shaped[Array, "tokens k embed"]:
     """Returns the copies [t, k, d] from `rows` [n, d], with zeros for copies without a row.
 
     `source` and `place` are as in `spread`.
@@ -61,7 +68,9 @@ def _collect_backward(source: jax.Array, gradient: jax.Array) -> tuple[jax.Array
 collect.defvjp(_collect_forward, _collect_backward)
 
 
-def weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+def weighted_sum(
+    results: Float[Array, "tokens k embed"], weights: Float[Array, "tokens k"]
+) -> Float[Array, "tokens embed"]:
     """Returns results [t, k, d] summed over k by `weights` [t, k] float32: [t, d].
 
     The sum is in float32, the result in the dtype of `results`.

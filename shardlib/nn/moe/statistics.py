@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from shardlib.losses import Mean
 from shardlib.nn.moe.routing import Routing
@@ -46,10 +47,10 @@ class RouterStats:
 
 def router_stats(
     routing: Routing,
-    kept: jax.Array,
+    kept: Bool[Array, "batch length k"],
     *,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    mask: Bool[Array, "batch length"] | None = None,
+    bias: Float[Array, " experts"] | None = None,
     over: Over = "batch",
 ) -> RouterStats:
     """Returns the statistics of one layer.
