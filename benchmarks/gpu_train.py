@@ -95,6 +95,9 @@ def train_in_jax(flags: argparse.Namespace) -> dict[str, Any]:
 
 def model_facts(flags: argparse.Namespace) -> tuple[float, float]:
     """Returns the number of parameters and the model FLOPs of a step."""
+    from shardlib.cost.transformer.flops import step_flops
+    from shardlib.cost.workload import Job
+    from shardlib.plan.api import of_dims
     from shardlib.registry import DataSpec
     from shardlib_models.transformer import FAMILY
 
@@ -112,7 +115,8 @@ def model_facts(flags: argparse.Namespace) -> tuple[float, float]:
         mlp_dim=config.mlp_dim,
     )
     data = DataSpec(vocab_size=config.vocab_size, sequence_length=flags.length)
-    return num_params, flags.batch * FAMILY.flops_per_example(model, data)
+    job = Job(of_dims(FAMILY.dims(model, data)), flags.length, flags.batch)
+    return num_params, step_flops(job, "causal")
 
 
 def peak_flops(device: str) -> float | None:

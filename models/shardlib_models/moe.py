@@ -318,9 +318,3 @@ def losses(
     """Returns the router terms of the loss per token, and metrics; see `moe.router_losses`."""
     coefficients = {"balance_loss": config.balance_coefficient, "z_loss": config.router_z_loss}
     return moe.router_losses(stats, num_layers, **coefficients)
-
-
-def active_weights(config: MoEConfig, embed_dim: int, mlp_dim: int) -> int:
-    """Returns the weights per layer that multiply a token: its experts, shared ones, router."""
-    width = config.experts_per_token * config.expert_size(mlp_dim) + config.shared_size(mlp_dim)
-    return embed_dim * (3 * width + config.num_experts + config.shared_gate)

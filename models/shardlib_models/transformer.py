@@ -25,7 +25,7 @@ from shardlib_models.transformer_attention import Cache, Context, norm_of
 from shardlib_models.transformer_block import Block
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
-from shardlib_models.transformer_facts import choices, dims, flops_per_example, plan
+from shardlib_models.transformer_facts import choices, dims, plan
 from shardlib_models.transformer_pages import DECODING
 
 
@@ -334,7 +334,6 @@ FAMILY = ModelFamily(
     make=make,
     validate=validate,
     loss=loss,
-    flops_per_example=flops_per_example,
     generate=generate,
     decoding=DECODING,
     choices=choices,

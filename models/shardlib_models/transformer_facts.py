@@ -1,69 +1,14 @@
-"""Properties of a transformer that follow from its config: FLOPs and choices on a mesh."""
+"""Properties of a transformer that follow from its config: dims and choices on a mesh."""
 
 import math
 from typing import Any
 
 import jax
 
-from shardlib.errors import ModelError
 from shardlib.nn.attention import ContextPlan, plan_context, resolve_backend
 from shardlib.registry import DataSpec
-from shardlib_models import moe
 from shardlib_models.layers import num_parts
 from shardlib_models.transformer_config import TransformerConfig
-
-
-def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
-    """Returns the model FLOPs of one sequence, forward and backward, by the causal convention.
-
-    The count is 6 FLOPs for each weight of a matmul and token, including logits but not lookups,
-    and only the experts of a token. Causal attention adds 12 for each pair of positions that it
-    needs, each head and each of its dims: length**2 / 2 pairs, or fewer with a window. The
-    recomputation of rematerialisation is not counted, and document borders are ignored.
-
-    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1; Chowdhery et al.
-    2022, "PaLM", appendix B, whose attention term counts all pairs, twice as many as here.
-
-    Raises:
-        ModelError: If the data do not set the length of a sequence.
-    """
-    length = data.sequence_length
-    if length is None:
-        raise ModelError(
-            "the FLOPs of a sequence depend on its length, which the data do not set.\n"
-            "  Give DataSpec(sequence_length=...)."
-        )
-    routed = 0
-    num_dense = config.num_layers
-    if config.moe is not None:
-        num_dense = config.num_dense_layers
-        routed = moe.active_weights(config.moe, config.embed_dim, config.mlp_size)
-    mlp = (3 if config.mlp == "gated" else 2) * config.embed_dim * config.mlp_size
-    weights = config.num_layers * _attention_weights(config)
-    weights += num_dense * mlp + (config.num_layers - num_dense) * routed
-    weights += config.embed_dim * config.vocabulary(data)
-    windows = [config.window if local else None for local in config.is_local]
-    pairs = sum(_pairs(length, min(length, window or length)) for window in windows)
-    # Two matmuls of 2 FLOPs, forward and twice backward.
-    attended = 6.0 * pairs * config.num_heads * (config.head_size + config.value_size)
-    return 6.0 * weights * length + attended
-
-
-def _pairs(length: int, window: int) -> float:
-    return length * window - window**2 / 2
-
-
-def _attention_weights(config: TransformerConfig) -> int:
-    """Returns the weights of the projections of one layer's attention."""
-    latent, heads = config.latent, config.num_heads
-    if latent is None:
-        return 2 * config.embed_dim * (heads + config.kv_heads) * config.head_size
-    weights = config.embed_dim * (latent.kv_rank + latent.rotary_dims)
-    weights += latent.kv_rank * heads * (latent.plain_dims + latent.value_dim)
-    weights += heads * latent.value_dim * config.embed_dim
-    if latent.query_rank is None:
-        return weights + config.embed_dim * heads * config.head_size
-    return weights + latent.query_rank * (config.embed_dim + heads * config.head_size)
 
 
 def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:

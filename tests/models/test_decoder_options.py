@@ -13,10 +13,13 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.config import load
+from shardlib.cost.transformer.flops import step_flops
+from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError, ModelError
 from shardlib.nn.attention import LongScaling, YarnScaling
 from shardlib.nn.remat import part_of
 from shardlib.paths import named_leaves
+from shardlib.plan.api import of_dims
 from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
 from shardlib_models.moe import MoEConfig
@@ -284,7 +287,7 @@ def test_facts_follow_the_layers():
         full, local = LENGTH**2 / 2, LENGTH * 5 - 5**2 / 2
         pairs = sum(local if is_local else full for is_local in config.is_local)
         attended = 6 * pairs * config.num_heads * (config.head_size + config.value_size)
-        flops = FAMILY.flops_per_example(config, data)
+        flops = step_flops(Job(of_dims(FAMILY.dims(config, data)), LENGTH, 1), "causal")
         assert flops == 6 * weights * LENGTH + attended, name
 
 

@@ -17,7 +17,7 @@ from shardlib.functional.precision import precision
 from shardlib.losses import Mean
 from shardlib.nn.moe import balance_biases
 from shardlib.paths import named_leaves
-from shardlib_models.moe import MoE, MoEConfig, active_weights, losses, validate
+from shardlib_models.moe import MoE, MoEConfig, losses, validate
 
 EXPERTS, K, BATCH, LENGTH, EMBED, MLP = 8, 2, 8, 8, 16, 24
 BATCH_AXES = dict.fromkeys(("x", "target"), ("batch", "length", "embed"))
@@ -262,13 +262,3 @@ def test_faults_of_a_config():
     for name, fault in zip([*names, "exchange_chunks"], found, strict=True):
         assert fault.startswith(f"moe.{name}")
     assert validate(MoEConfig()) == []
-
-
-def test_active_weights_of_a_published_model():
-    """Mixtral 8x7B has 12.9 B active parameters; experts and routers are all but the attention
-    (1.34 B) and the embeddings (0.26 B). Source: Jiang et al. 2024, "Mixtral of Experts"."""
-    weights = 32 * active_weights(MoEConfig(), 4096, 14336)
-    assert weights == 32 * (2 * 3 * 4096 * 14336 + 4096 * 8)
-    assert weights + 1.34e9 + 0.26e9 == pytest.approx(12.9e9, rel=0.005)
-    shared = MoEConfig(num_shared_experts=2, mlp_dim=100, num_experts=64, experts_per_token=6)
-    assert active_weights(shared, 10, 999) == 10 * (3 * 8 * 100 + 64)

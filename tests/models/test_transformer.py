@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from shardlib.cost.transformer.flops import step_flops
+from shardlib.cost.workload import Job
 from shardlib.errors import ModelError
 from shardlib.functional import functional
 from shardlib.nn import remat
+from shardlib.plan.api import of_dims
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
-from shardlib_models.transformer import flops_per_example, loss, make
+from shardlib_models.transformer import FAMILY, loss, make
 from shardlib_models.transformer_config import (
     TransformerConfig,
     gpt2,
@@ -223,15 +226,16 @@ def test_published_models_have_their_published_number_of_parameters():
 
 
 def test_flops_count_matmuls_and_half_of_all_pairs():
-    data = DataSpec(sequence_length=8192)
+    def flops(config):
+        dims = of_dims(FAMILY.dims(config, DataSpec(sequence_length=8192)))
+        return step_flops(Job(dims, 8192, 1), "causal")
+
     # 8,030,261,248 parameters less lookup table and norms.
     weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     attention = 12 * (8192**2 / 2) * 4096 * 32
-    assert flops_per_example(llama3_8b(), data) == 6.0 * weights * 8192 + attention
-    windowed = flops_per_example(llama3_8b(window=1024), data)
+    assert flops(llama3_8b()) == 6.0 * weights * 8192 + attention
+    windowed = flops(llama3_8b(window=1024))
     assert windowed == 6.0 * weights * 8192 + 12 * (8192 * 1024 - 1024**2 / 2) * 4096 * 32
-    with pytest.raises(ModelError, match="depend on its length"):
-        flops_per_example(llama3_8b(), DataSpec())
 
 
 def test_all_faults_at_once():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.traced.layout import nbytes
+from shardlib.cost.transformer.flops import step_flops
 from shardlib.cost.workload import Job, Transformer
 from shardlib.data import batch_spec
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
@@ -191,13 +192,17 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWork
 def flops_per_step(config: RunConfig, data: DataSpec) -> float | None:
     """Returns the model FLOPs of one optimizer step, or None if they cannot be counted.
 
-    The count follows the convention of the model family. With a loss of the config, with adapters,
-    whose frozen weights have no gradient, or without a convention, it holds the matmuls and
-    convolutions of the traced loss and its gradient.
+    The count follows the formula of the model family, or that of its dims with half of all pairs of
+    positions. With a loss of the config, with adapters, whose frozen weights have no gradient, or
+    without both, it holds the matmuls and convolutions of the traced loss and its gradient.
     """
-    formula, batch = family(config.model.name).flops_per_example, config.train.global_batch
-    if formula is not None and config.train.loss is None and config.finetune is None:
-        return formula(config.model, data) * batch
+    chosen, batch = family(config.model.name), config.train.global_batch
+    if config.train.loss is None and config.finetune is None:
+        if chosen.flops_per_example is not None:
+            return chosen.flops_per_example(config.model, data) * batch
+        if chosen.dims is not None and data.sequence_length is not None:
+            job = Job(of_dims(chosen.dims(config.model, data)), data.sequence_length, batch)
+            return step_flops(job, "causal")
     try:
         return traced_workload(config, data, batch).flops
     except ShardlibError:
