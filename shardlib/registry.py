@@ -79,7 +79,7 @@ class ModelFamily:
     its sizes stay."""
     flops_per_example: Callable[..., float] | None = None
     """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward.
-    None: those of `dims`, or the matmuls and convolutions of the traced loss and its gradient."""
+    None: a count by `dims`, or the matmuls and convolutions of the traced loss and its gradient."""
     generate: Callable[..., Any] | None = None
     """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`: the tokens
     and what follows them.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 _STACKED_BELOW = 110
 """Columns of a terminal below which a table that does not fit is written row by row."""
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=([KMGT]i?B|B|GB/s|µs|ms|s|hours|days)\b)")
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
@@ -24,6 +26,23 @@ def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def fitted(text: str, width: int) -> str:
+    """Returns a text with its longer lines folded at spaces, where they get a deeper indent."""
+    lines = []
+    for line in text.splitlines():
+        lines += _folded(line, width, " " * (len(line) - len(line.lstrip()) + 4)) or [""]
+    return "\n".join(lines)
+
+
+def _folded(text: str, width: int, indent: str) -> list[str]:
+    """Returns lines without breaks in words, or between a number and its unit."""
+    text = _BEFORE_UNIT.sub("\u00a0", text)
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def captured(*renderables: "RenderableType", width: int = 160) -> str:
@@ -111,14 +130,7 @@ class Table:
                 for name, cell in zip(self._names()[1:], others, strict=True)
                 if cell not in ("", "-")
             ]
-            yield from textwrap.wrap(
-                ", ".join(cells),
-                width,
-                initial_indent="    ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            yield from _folded("    " + ", ".join(cells), width, "    ") if cells else ()
 
     def html(self) -> str:
         """Returns the table as HTML."""

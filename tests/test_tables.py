@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardlib
-from shardlib.tables import Table, aligned, captured
+from shardlib.tables import Table, aligned, captured, fitted
 
 TABLE = Table(
     "parameters",
@@ -40,6 +40,17 @@ def test_a_number_that_heads_a_row_gets_the_name_of_its_column():
     table = Table("", ("step>", "size>"), [("20", "1.0 MiB"), ("40", "3.5 MiB in several parts")])
     lines = ["step 20", "    size 1.0 MiB", "step 40", "    size 3.5 MiB in several parts"]
     assert [line.rstrip() for line in captured(table, width=34).splitlines()] == lines
+
+
+def test_long_lines_are_folded_at_spaces():
+    text = "a short line\n\n  one that is too long, with data=8,fsdp=16,tensor=2 in 2 GiB"
+    assert fitted(text, 30).splitlines() == [
+        "a short line",
+        "",
+        "  one that is too long, with",
+        "      data=8,fsdp=16,tensor=2",
+        "      in 2 GiB",
+    ]
 
 
 def test_columns_are_aligned():

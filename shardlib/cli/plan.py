@@ -20,6 +20,7 @@ from shardlib.cli.plan_serving import (
 )
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
+from shardlib.tables import fitted
 
 if TYPE_CHECKING:
     from shardlib.find import FoundRules
@@ -180,7 +181,8 @@ def _facts(
 
 
 def _show_plans(plans: "Plans", verified: "Verification | None") -> None:
-    print(plans)
+    width = console().width
+    print(fitted(plans.text(width), width))
     if verified:
         console().print(verified.table())
 
@@ -189,7 +191,8 @@ def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> N
     from shardlib.run.plans.finding import beside
 
     console().print(found.render())
-    print(*map(str, answers), beside(found, plans), sep="\n")
+    lines = [*map(str, answers), beside(found, plans)]
+    print(fitted("\n".join(lines), console().width))
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:

@@ -89,8 +89,12 @@ class MixedPlans(Answer[MixedPlan]):
             "kinds": [_share(share) for share in plan.shares],
         }
 
+    def text(self, width: int | None = None) -> str:
+        """Returns the report; `width` is the most characters of a line of its ranking."""
+        return describe_mixed(self, self.alone, width)
+
     def __str__(self) -> str:
-        return describe_mixed(self, self.alone)
+        return self.text()
 
 
 def answer_mixed(

@@ -21,7 +21,12 @@ _SHOWN = 0.0005
 
 
 def describe(
-    plans: Answer[Plan], levers: Sequence[Lever], cost: float | None, *, in_code: bool
+    plans: Answer[Plan],
+    levers: Sequence[Lever],
+    cost: float | None,
+    *,
+    in_code: bool,
+    width: int | None,
 ) -> str:
     """Returns an answer for a cluster of one kind as text.
 
@@ -30,6 +35,7 @@ def describe(
         levers: Changes that would make the first plan faster or cheaper.
         cost: USD of the run; None if not known.
         in_code: Whether to show the first plan as code, not as settings.
+        width: Most characters of a line of the ranking; None for any number.
     """
     best, cluster = plans.best, plans.best.cluster
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
@@ -48,16 +54,16 @@ def describe(
     return _joined(
         plans,
         _headline(plans, chips) + _odd_batch(plans.workload, cluster.num_devices),
-        _ranking(plans, ("micro", "schedule", "remat"), lambda plan: _uses(plans, plan)),
+        _ranking(plans, ("micro", "schedule", "remat"), lambda plan: _uses(plans, plan), width),
         first,
         "\n".join([*time, "Memory of a device at the peak", *memory]),
         "\n".join(summary),
     )
 
 
-def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
+def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone], width: int | None) -> str:
     """Returns an answer for a cluster of several kinds as text. `alone` holds the best plan of each
-    kind alone."""
+    kind alone; `width` is as in `describe`."""
     best, cluster, tightest = plans.best, plans.best.cluster, plans.best.tightest
     chips = ", ".join(f"{k.num_chips:,} {k.chip.full_name}" for k in cluster.kinds if k.chip)
     broken_down = [
@@ -70,7 +76,7 @@ def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
     return _joined(
         plans,
         _headline(plans, chips),
-        _ranking(plans, ("microbatches", "remat"), lambda plan: _shared_uses(plans, plan)),
+        _ranking(plans, ("microbatches", "remat"), lambda plan: _shared_uses(plans, plan), width),
         f"Plan 1, for the config:\n{_indented_text(plans.fragment())}",
         _kinds(best, examples(plans.workload)),
         "\n".join(broken_down),
@@ -122,9 +128,13 @@ def _odd_batch(work: Workload, devices: int) -> str:
 
 
 def _ranking(
-    plans: Answer[AnyPlan], titles: Sequence[str], uses: Callable[[AnyPlan], Sequence[str]]
+    plans: Answer[AnyPlan],
+    titles: Sequence[str],
+    uses: Callable[[AnyPlan], Sequence[str]],
+    width: int | None,
 ) -> str:
-    """Returns the plans as a table. `uses` gives a plan's cells under `titles`."""
+    """Returns the plans as a table, or as sentences if it were wider than `width`. `uses` gives a
+    plan's cells under `titles`."""
     rows = [("", "mesh", "rules", *titles, "step", "MFU", "memory")]
     for number, plan in enumerate(plans.found.plans, 1):
         named = rules(plan.layout)
@@ -141,7 +151,16 @@ def _ranking(
         )
     last = len(rows[0])
     numbers = (3,) if titles[0] == "micro" else ()
-    return "\n".join(aligned(rows, right=(0, *numbers, last - 3, last - 2, last - 1)))
+    lines = aligned(rows, right=(0, *numbers, last - 3, last - 2, last - 1))
+    if width is not None and max(map(len, lines)) > width:
+        lines = [_sentence(rows[0], row) for row in rows[1:]]
+    return "\n".join(lines)
+
+
+def _sentence(names: Sequence[str], row: Sequence[str]) -> str:
+    number, *cells = row
+    parts = [f"{name} {cell}" for name, cell in zip(names[1:], cells, strict=True) if cell != "-"]
+    return f"{number}  {', '.join(parts)}"
 
 
 def _uses(plans: Answer[Plan], plan: Plan) -> Sequence[str]:

@@ -81,8 +81,12 @@ class Plans(Answer[Plan]):
             "capacity": capacity_bytes(plan.cluster),
         }
 
+    def text(self, width: int | None = None) -> str:
+        """Returns the report; `width` is the most characters of a line of its ranking."""
+        return describe(self, self.levers, self.cost, in_code=self.in_code, width=width)
+
     def __str__(self) -> str:
-        return describe(self, self.levers, self.cost, in_code=self.in_code)
+        return self.text()
 
 
 def nothing_found(name: str, workload: Workload, tried: Sequence[Cluster], goal: Goal) -> MeshError:
