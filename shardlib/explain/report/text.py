@@ -104,8 +104,9 @@ def roofline_table(roofline: Roofline) -> Table:
     )
     flops = roofline.flops
     notes = [
-        f"model FLOPs {flops.total_model:.4g}, hardware FLOPs {flops.total_hardware:.4g}, compiled "
-        f"{roofline.redundancy:.2f} times the hardware FLOPs; bound by {roofline.binding}",
+        f"model FLOPs {humanize.flops(flops.total_model)}, hardware FLOPs "
+        f"{humanize.flops(flops.total_hardware)}, compiled {roofline.redundancy:.2f} times the "
+        f"hardware FLOPs; bound by {roofline.binding}",
         *_step_seconds(roofline),
         *(f"{name}: {meaning}" for name, meaning in CONVENTIONS.items()),
         *roofline.notes,
@@ -127,7 +128,7 @@ def _step_seconds(roofline: Roofline) -> Iterator[str]:
 def _stage(stage: StageCost) -> tuple[str, ...]:
     return (
         stage.stage,
-        f"{stage.flops:.3g}",
+        humanize.flops(stage.flops),
         humanize.size(stage.memory_bytes),
         f"{stage.intensity:.0f}",
         *(_seconds(s) for s in (stage.compute_seconds, stage.memory_seconds)),
