@@ -375,8 +375,7 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
 def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
     shardlib, tiny, monkeypatch, columns, widest
 ):
-    if columns:
-        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("COLUMNS", columns)
     code, out, err = shardlib("explain", tiny)
     assert (code, err) == (0, "")
     assert 0.6 * widest < max(len(line.rstrip()) for line in out.splitlines()) <= widest

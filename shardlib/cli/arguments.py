@@ -198,7 +198,7 @@ def console() -> "Console":
     from rich.console import Console
 
     # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.
-    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    is_known = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))
     return Console(width=None if is_known else 160)
 
 
