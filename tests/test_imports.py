@@ -216,6 +216,22 @@ def test_the_median_file_holds_one_idea():
     assert 150 <= statistics.median(lines) <= 250
 
 
+def test_nothing_asks_for_auto_once_a_config_is_resolved():
+    """`run.resolve_auto` decides, and what it calls reads it; `check` takes devices before, and the
+    compilation cache has its own place."""
+    before = {"config", "resolve_auto", "plans.planning", "plans.finding", "reports.proving"}
+    before.add("devices")
+    asking = {
+        module
+        for module, file in modules().items()
+        if module.split(".")[0] in ("run", "train", "data", "checkpoint", "log", "runtime")
+        for node in nodes(file)
+        if isinstance(node, ast.Compare)
+        and any(ast.unparse(side) in ("AUTO", "'auto'") for side in (node.left, *node.comparators))
+    }
+    assert asking <= {"train.config", *(f"run.{name}" for name in before)}
+
+
 def test_few_parameters_are_of_any_type():
     arguments = [
         argument
