@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -173,6 +174,17 @@ def test_train_help_lists_every_key_with_type_default_and_meaning(shardlib):
     for key in known:
         assert f"\n  {key.path}  {key.type_text}, " in out
         assert key.doc, f"{key.path} has no description"
+
+
+def test_usage_lines_name_arguments_without_braces(shardlib):
+    from shardlib.cli import app
+
+    commands = [[one.name or one.callback.__name__] for one in app.registered_commands]
+    commands += [["checkpoint", name] for name in ("ls", "verify", "diff", "reshard")]
+    assert len(commands) > 16
+    for words in commands:
+        usage = shardlib(*words, "--help")[1].splitlines()[0]
+        assert re.fullmatch(rf"Usage: shardlib {' '.join(words)} \[OPTIONS\][^{{}}]*", usage), usage
 
 
 def test_schema_is_the_json_schema_of_the_config(shardlib):

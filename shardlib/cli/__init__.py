@@ -19,6 +19,7 @@ import typer
 from shardlib.cli import checkpoint
 from shardlib.cli.arguments import (
     AsJson,
+    Command,
     CommandWithKeys,
     ConfigCommand,
     ConfigPath,
@@ -159,16 +160,16 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 app.command(cls=ConfigCommand)(explain)
 app.command(cls=ConfigCommand)(check)
 app.command(cls=ConfigCommand)(plan)
-app.command()(calibrate)
-app.command()(evaluate)
-app.command()(batch)
-app.command()(serve)
-app.command()(export)
+app.command(cls=Command)(calibrate)
+app.command(cls=Command)(evaluate)
+app.command(cls=Command)(batch)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(export)
 app.command("import", cls=ConfigCommand)(import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Directory of a trained run.")],
     prompt: Annotated[
@@ -195,7 +196,7 @@ def generate(
     print(run_generate(run_dir, prompt, length, temperature, seed, **options))
 
 
-@app.command()
+@app.command(cls=Command)
 def devices(as_json: AsJson = False) -> None:
     """Show the devices, their chips and the mesh of `mesh: auto`."""
     import jax
@@ -212,12 +213,12 @@ def devices(as_json: AsJson = False) -> None:
     terminal.print("mesh: auto gives\n" + draw(mesh), markup=False, highlight=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def launch(
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to start.")],
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="-- ARGS...", help="Arguments of `shardlib` in each process."),
+        typer.Argument(metavar="-- ARGS", help="Arguments of `shardlib` in each process."),
     ],
     restarts: Annotated[
         int,
@@ -236,7 +237,7 @@ def launch(
     raise typer.Exit(local.run_local(command, processes, restarts=restarts))
 
 
-@app.command()
+@app.command(cls=Command)
 def schema() -> None:
     """Print the JSON schema of configs, for editors."""
     from shardlib.config import json_schema

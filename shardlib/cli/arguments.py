@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -40,12 +41,16 @@ Mesh = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-class ConfigCommand(TyperCommand):
-    """A command with a config: an unknown option that names a key is told to be written as one."""
+class Command(TyperCommand):
+    """A command whose usage line has no braces around required arguments."""
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        """Returns the arguments of the usage line, without braces around the required ones."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        """Returns the arguments of the usage line."""
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
+
+
+class ConfigCommand(Command):
+    """A command with a config: an unknown option that names a key is told to be written as one."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parses the words of the command."""

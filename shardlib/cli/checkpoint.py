@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import AsJson, console, warn
+from shardlib.cli.arguments import AsJson, Command, console, warn
 from shardlib.errors import CheckpointError, ConfigError, check_run
 from shardlib.humanize import plural, size
 from shardlib.tables import Table
@@ -37,7 +37,7 @@ RunAtStep = Annotated[
 Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the newest.")]
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def list_(run: Run, as_json: AsJson = False) -> None:
     """List the checkpoints of a run.
 
@@ -66,7 +66,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
         raise _nothing_complete(saved, run)
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     run: RunAtStep,
     step: Annotated[int | None, typer.Option(help="Only this step; default: all.")] = None,
@@ -99,7 +99,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest step) or RUN@STEP.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The other run or RUN@STEP.")],
@@ -118,7 +118,7 @@ def diff(
         _print_diff(differences)
 
 
-@app.command()
+@app.command(cls=Command)
 def reshard(
     run: RunAtStep,
     mesh: Annotated[str, typer.Option(help="The mesh, such as fsdp=4,tensor=2.")],
