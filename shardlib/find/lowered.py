@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice
 
 from shardlib.cost.costs import Memory
 from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.machine.fabric import sent_share
 from shardlib.cost.traced.costs import Tally, Walk
 from shardlib.cost.traced.layout import MICRO, Moved, Spec, replicated
 from shardlib.cost.traced.step import TracedStep
@@ -64,22 +65,15 @@ class LoweredWorkload(TracedWorkload):
 
     def traffic(self, layout: Layout) -> Traffic | None:
         """Returns the bytes that a device sends in a step, by ring algorithms; None if XLA
-        partitions the step.
-
-        With n devices and a buffer of B bytes, an all-reduce sends 2 (n - 1) / n B, all others
-        (n - 1) / n B.
-
-        Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
-        """
+        partitions the step."""
         lowered = self._lowered(layout)
         if lowered is None:
             return None
         sent: dict[tuple[str, tuple[str, ...]], float] = {}
         for (_, moved), count in lowered.moved.items():
             devices = math.prod(layout.size(axis) for axis in moved.axes)
-            rounds = 2 if moved.kind == "all_reduce" else 1
             key = moved.kind.replace("_", "-"), tuple(a for a in AXES if a in moved.axes)
-            more = count * rounds * (devices - 1) / devices * moved.num_bytes
+            more = count * sent_share(moved.kind, devices) * moved.num_bytes
             sent[key] = sent.get(key, 0.0) + layout.microbatches * more
         return sent
 

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping
 
 from shardlib.cost.layout import AXES
+from shardlib.cost.machine.fabric import sent_share
 from shardlib.find.equivalence import Edge, OperationClass
 from shardlib.find.moves import Kind
 from shardlib.find.problem import LayoutProblem, Solution
@@ -15,22 +16,14 @@ mesh axes in mesh order."""
 
 
 def predicted_traffic(problem: LayoutProblem, solution: Solution) -> Traffic:
-    """Returns what the moves of a solution send, by ring algorithms.
-
-    With n devices and a buffer of B bytes, an all-reduce sends 2 (n - 1) / n B, all others
-    (n - 1) / n B.
-
-    Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
-    """
+    """Returns what the moves of a solution send, by ring algorithms."""
     sent: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
     for operation, cut in zip(problem.classes.operations, solution.cuts, strict=True):
         for position, edge in enumerate(operation.edges):
             is_result = position >= len(operation.operands)
             for kind, axes, num_bytes in _moves(problem, solution, operation, cut, edge, is_result):
-                devices = problem.network.degree(axes)
-                rounds = 2 if kind == "all_reduce" else 1
                 named = tuple(axis for axis in AXES if axis in axes)
-                share = rounds * (devices - 1) / devices
+                share = sent_share(kind, problem.network.degree(axes))
                 sent[kind.replace("_", "-"), named] += share * num_bytes
     return dict(sent)
 

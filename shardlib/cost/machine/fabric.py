@@ -126,6 +126,26 @@ class Link:
         raise ValueError(f"no collective is called {kind!r}.\n  Name one of this function.")
 
 
+def sent_share(kind: str, devices: int) -> float:
+    """Returns the share of a buffer that each of some devices sends in a collective, by ring
+    algorithms.
+
+    With n devices and a buffer of B bytes, an all-reduce sends 2 (n - 1) / n B. An all-gather, a
+    reduce-scatter or an all-to-all sends (n - 1) / n B, and a permutation B.
+
+    Args:
+        kind: As in `Link.seconds`.
+        devices: Their number; 0 if it is unknown, which counts as many.
+
+    Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+    """
+    kind = kind.replace("-", "_")
+    if kind in ("shift", "collective_permute", "collective_broadcast"):
+        return 1.0
+    share = (devices - 1) / devices if devices else 1.0
+    return 2 * share if kind == "all_reduce" else share
+
+
 def seconds_in_turn(
     links: Iterable[Link], kind: str, num_bytes: float, pieces: float = 1.0
 ) -> list[float]:

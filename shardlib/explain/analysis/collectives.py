@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import humanize
+from shardlib.cost.machine.fabric import sent_share
 from shardlib.explain.hlo.allreduce_uses import Fate, fates
 from shardlib.explain.hlo.provenance import Phase, came_from
 from shardlib.explain.hlo.replica_groups import (
@@ -107,14 +108,8 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in all executions, by ring algorithms.
-
-        With n devices and a buffer of B bytes, an all-reduce sends 2 (n - 1) / n B. An all-gather,
-        a reduce-scatter or an all-to-all sends (n - 1) / n B, and a permutation B.
-
-        Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
-        """
-        return self.total_bytes * _sent_share(self.kind, self.group_size)
+        """Bytes that one device sends in all executions, by ring algorithms; see `sent_share`."""
+        return self.total_bytes * sent_share(self.kind, self.group_size)
 
     @property
     def folded_bytes(self) -> float:
@@ -126,8 +121,8 @@ class Collective:
         if not self.fates:
             return self.sent_bytes
         shares = {
-            "whole": _sent_share("all-reduce", self.group_size),
-            "sliced": _sent_share("reduce-scatter", self.group_size),
+            "whole": sent_share("all-reduce", self.group_size),
+            "sliced": sent_share("reduce-scatter", self.group_size),
             "added": 0.0,
         }
         parts = zip(self.shapes, self.fates, strict=True)
@@ -345,14 +340,6 @@ def _fates(
             size = len(next(iter(groups))) if groups else 1
             alike[groups].append((computation, instruction, size))
     return {key: fate for group in alike.values() for key, fate in fates(module, group).items()}
-
-
-def _sent_share(kind: str, devices: int) -> float:
-    """Returns the sent share of a buffer; unread groups count as large ones."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return 1.0
-    share = (devices - 1) / devices if devices else 1.0
-    return 2 * share if kind == "all-reduce" else share
 
 
 def _collective(
