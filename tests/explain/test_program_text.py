@@ -83,7 +83,7 @@ def test_the_gpu_dialect():
     (gather,) = [c for c in report.collectives if c.name == "ag"]
     assert (gather.op_name, gather.source) == ("jit(step)/gather", "model.py:7")
     table, *lines = report.parts()
-    assert table.rows[3] == ("all-reduce", "?", "2", "10", "0.000")
+    assert table.rows[3] == ("all-reduce", "?", "2", "10", "160 B")
     assert lines == [
         "follows no mesh axes: all-reduce f32[4] x 5, 80 B sent",
         "follows no mesh axes: all-reduce f32[4] x 5, 160 B sent",
