@@ -28,15 +28,15 @@ class BertFields(EncoderFields):
     vocab_size: int | None = None
     """Number of rows of the embedding; null for the vocabulary of the data."""
     num_types: int = 2
-    """Number of kinds of tokens, as for a question and its text."""
+    """Number of token types (segments), such as question and text."""
     max_positions: int = 512
     """Longest sequence, in tokens."""
     position_offset: int = 0
-    """Rows of the table of positions before that of the first position; 2 in RoBERTa."""
+    """Unused rows at the start of the table of positions; 2 in RoBERTa."""
     init_from: str | None = None
     """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
-    from; its config.json gives the fields that are left out. A head that it does not have is drawn
-    at random."""
+    from; its config.json gives the fields that are left out. A head that it does not have is
+    initialised at random."""
 
 
 @configclass

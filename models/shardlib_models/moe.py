@@ -39,7 +39,7 @@ class MoEConfig:
     groups_per_token: int = 1
     """Number of groups that the experts of a token come from."""
     group_best: int = 1
-    """Number of a group's best experts whose scores add up to its own."""
+    """Number of the best experts of a group whose scores are added up to score the group."""
     router_bias: bool = False
     """Whether the logits of the router have a learned bias; `balance: bias` adds others to its
     scores."""
@@ -50,7 +50,7 @@ class MoEConfig:
     dispatch: moe.Dispatch = "dropless"
     """Whether experts take all tokens (dropless), or a fixed number from each row (capacity)."""
     capacity_factor: float = 1.25
-    """Places as a multiple of what an even load needs; with dispatch: capacity."""
+    """Tokens that an expert takes, as a multiple of an even load; with dispatch: capacity."""
     balance: Literal["none", "loss", "bias"] = "loss"
     """Method of load balancing: none, a loss, or biases that the optimizer moves (and the loss, if
     balance_loss is not 0). For biases, wrap an optimizer of your own in

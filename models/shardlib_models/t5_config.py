@@ -30,7 +30,8 @@ class T5Config:
 
     name: Literal["t5"] = "t5"
     init_from: str | None = None
-    """Folder in the format of Hugging Face whose weights the run begins with."""
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out."""
     vocab_size: int | None = None
     """Number of rows of the embedding; null for the vocabulary of the data."""
     num_layers: int = 4

@@ -114,7 +114,7 @@ class TransformerConfig:
     sinks: bool = False
     """Whether each head has a learned score that joins its softmax, as in gpt-oss."""
     latent: LatentConfig | None = None
-    """Latent attention, as in DeepSeek; null for a projection each to query, key and value."""
+    """Latent attention, as in DeepSeek; null for separate projections to query, key and value."""
     logit_softcap: float | None = None
     """Bound c of the logits, as c * tanh(logits / c); null for none."""
     logit_divisor: float = 1.0
@@ -132,8 +132,8 @@ class TransformerConfig:
     window: int | None = None
     """Number of positions that attention sees, including the query's own; null for all."""
     global_every: int | None = None
-    """Of each so many layers the last sees all positions, and the others `window`; null for a
-    window in all layers."""
+    """With 6, every sixth layer sees all positions, and the others `window`; null for a window in
+    all layers."""
     init_stddev: float = 0.02
     """Standard deviation of the initial weights."""
     attention: Backend = "auto"
@@ -148,8 +148,8 @@ class TransformerConfig:
     """Number of chunks of the vocabulary for computing the loss; more hold fewer logits, and less
     of the head, at a time. Two or more compute the logits twice."""
     init_from: str | None = None
-    """Hugging Face folder with the initial weights, and with the keys of the model that are left
-    out; null for weights drawn at random."""
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out."""
 
     def __post_init__(self) -> None:
         if isinstance(self.embed_scale, bool):

@@ -89,10 +89,18 @@ def keys_text(cls: type, width: int) -> str:
         same.setdefault((key.path, key.type_text, default, key.doc), []).append(key.when)
     lines = ["Keys of the config (type, default, condition, meaning):"]
     for (path, type_text, default, doc), choices in same.items():
-        when = f", with {' or '.join(choices)}" if any(choices) else ""
+        when = f", with {_any_of(choices)}" if any(choices) else ""
         lines += ["", f"  {path}  {type_text}, {default}{when}"]
         lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
+
+
+def _any_of(choices: list[str]) -> str:
+    """Returns conditions joined by "or": `name=a|b` if they are values of one key."""
+    pairs = [choice.partition("=") for choice in choices]
+    if len({key for key, _, _ in pairs}) > 1 or any("," in choice for choice in choices):
+        return " or ".join(choices)
+    return f"{pairs[0][0]}={'|'.join(value for _, _, value in pairs)}"
 
 
 def _as_setting(option: str, words: list[str]) -> str:

@@ -21,8 +21,8 @@ def check(
 ) -> None:
     """Prove that a config computes the same numbers on its mesh as on one device.
 
-    The model is reduced and runs on virtual CPU devices. Losses, gradients and optimizer state are
-    compared leaf by leaf. Exits 1 if anything differs.
+    A small version of the model runs on virtual CPU devices. Losses, gradients and optimizer state
+    are compared leaf by leaf. Exits 1 if anything differs.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     loaded = load_config(config, overrides)

@@ -134,7 +134,7 @@ def reshard(
 ) -> None:
     """Copy a run for another mesh, or show what a restore costs.
 
-    A run resumes from its checkpoint on any mesh without a copy, which only makes reads smaller.
+    A run resumes on any mesh without a copy; a copy only makes the reads smaller.
     """
     run, step = one_step(run, step)
     check_run(run)

@@ -44,7 +44,8 @@ Speculate = Annotated[
 Deterministic = Annotated[
     bool,
     typer.Option(
-        "--deterministic", help="Answers whose bits do not depend on other requests (CPU, float32)."
+        "--deterministic",
+        help="Make the bits of answers independent of other requests (CPU, float32).",
     ),
 ]
 Weights = Annotated[

@@ -96,8 +96,8 @@ def explain(
 ) -> None:
     """Show how every parameter is sharded, and why.
 
-    With --on, also show the traffic, memory and faults of the compiled step. Raises the errors of
-    train, except for errors in the data. Allocates nothing.
+    With --on, also show the traffic, memory and faults of the compiled step. Reports the errors
+    that train would, except for errors in the data. Allocates nothing.
     """
     of_serving = {
         "mesh": mesh, "slots": slots, "chunk": chunk, "context": context, "prompt": prompt,

@@ -21,7 +21,7 @@ def import_model(
 ) -> None:
     """Import published weights as a run with a checkpoint at step 0.
 
-    It can be sampled, exported and resharded; with data.path it can also be trained.
+    The run can be sampled, exported and resharded; with data.path it can also be trained.
     """
     from shardlib.config import load
     from shardlib.run.config import RunConfig

@@ -34,8 +34,8 @@ On = Annotated[
     typer.Option(
         metavar="CLUSTER",
         help="Cluster to plan for: v5p-128, 2xv5e-256, 64x8xh100, or GPUs of several kinds: "
-        "8xh100+16xa100-80. A chip alone, such as v5p, with --objective cost or chips, or with "
-        "--tokens and --days, plans for as many as needed.",
+        "8xh100+16xa100-80. With --objective cost or chips, or with --tokens and --days, a chip "
+        "alone, such as v5p, plans for as many chips as needed.",
     ),
 ]
 Config = Annotated[
@@ -110,7 +110,7 @@ def plan(
     """Find the best mesh and its settings for a cluster.
 
     The cluster need not be present: a calibrated cost model ranks meshes, rules, rematerialisation
-    and microbatches. Compiles nothing without --verify.
+    and microbatches. Compiles only with --verify.
     """
     of_serving = {
         "context": context, "prompt": prompt, "slo": slo, "weights": weights, "cache": cache,

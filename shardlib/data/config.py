@@ -1,4 +1,7 @@
-"""Data configs: what a run asks of its data, and the checks that several kinds share."""
+"""Data configs: what a run asks of its data, and the checks that several kinds share.
+
+`shardlib.run.config` names the kinds.
+"""
 
 import abc
 import dataclasses

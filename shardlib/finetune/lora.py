@@ -46,7 +46,8 @@ class LoraConfig:
     """Whether the norms of the weights of each output are trained, too (DoRA). Each pass then
     computes the norms of the changed kernels."""
     quantize: Kind | None = None
-    """Bits of the frozen projections of all layers: int8, or nf4 (QLoRA); null for all bits."""
+    """Bits of the frozen projections of all layers: int8, or nf4 (QLoRA); null for kernels as they
+    are."""
 
     @staticmethod
     def faults_of_fields(values: Any) -> list[str]:

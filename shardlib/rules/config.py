@@ -23,7 +23,7 @@ class NamesConfig:
     inputs: dict[str, tuple[str | None, ...]]
     """Logical axes of the leaves of a batch by path."""
     variants: tuple[tuple[str | None, ...], ...] = ()
-    """Activations of which an axis has a rule of its own."""
+    """Axes of activations with a rule of their own for one axis, such as length.2."""
     params: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """The dims of parameters that the rules were found for, such as embed=512, by path pattern."""
 

@@ -106,8 +106,8 @@ class RunConfig:
     zero2 or serve), changes to one, or `auto`, which finds rules for the model."""
     precision: Literal["f32", "bf16", "bf16_params", "fp8", "int8"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
-    except the routers of experts; fp8 (GPUs) and int8 (TPUs): bf16, with the products of linear
-    layers, but not of embeddings, heads and experts, in 8 bits."""
+    except the routers of experts; fp8 (GPUs) and int8 (TPUs): bf16, but linear layers multiply in
+    8 bits, except embeddings, heads and experts."""
     deterministic: bool = False
     """Whether repeated runs give identical bits on GPUs too, where this costs speed."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -26,19 +26,19 @@ class WatchdogConfig:
     """Limits in seconds by phase; null for no limit. Progress within a phase restarts its time."""
 
     init: float | None = 1800.0
-    """Starting the devices, checking the config and making the first state."""
+    """Seconds for starting the devices, checking the config and making the first state."""
     compile: float | None = 3600.0
-    """Compiling one program."""
+    """Seconds for compiling one program."""
     data_wait: float | None = 900.0
-    """Waiting for one batch."""
+    """Seconds for waiting for one batch."""
     step: float | None = 900.0
-    """One compiled training step."""
+    """Seconds for one compiled training step."""
     evaluate: float | None = 3600.0
-    """One batch of an evaluation, or one sample."""
+    """Seconds for one batch of an evaluation, or one sample."""
     save: float | None = 3600.0
-    """The part of writing one checkpoint that the loop waits for."""
+    """Seconds that the loop waits for one checkpoint to be written."""
     restore: float | None = 3600.0
-    """Reading a checkpoint."""
+    """Seconds for reading a checkpoint."""
 
     def __post_init__(self) -> None:
         faults = [

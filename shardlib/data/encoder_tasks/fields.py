@@ -76,7 +76,7 @@ class LabeledTextFields(FramedFields):
     alphabetical order."""
     too_long: Literal["refuse", "truncate"] = "refuse"
     """What happens to texts longer than a row: `refuse` stops with their number; `truncate` cuts
-    their ends off, of a pair the longer one's, and logs their number."""
+    their ends off (in a pair, that of the longer text) and logs their number."""
 
     def _faults(self) -> list[str]:
         faults = []
@@ -108,8 +108,8 @@ class QuestionFields(FramedFields):
     """Whether questions may have no answer, as in SQuAD v2.0. The model then points at the first
     token of a row."""
     no_answer_threshold: float = 0.0
-    """With `unanswerable`, the difference of the sums of logits, of no answer and of the best one,
-    above which an evaluation predicts no answer."""
+    """With `unanswerable`, an evaluation predicts no answer if its sum of logits exceeds that of
+    the best answer by more than this."""
     max_answer_tokens: int = 30
     """Longest answer that an evaluation predicts."""
 

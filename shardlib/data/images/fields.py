@@ -34,7 +34,8 @@ class ImageFields(DataConfig):
     """Subtracted from pixels in [0, 1]: one number, or one per channel. Unset: what the folder of
     `model.init_from` says, or else 0.5."""
     std: tuple[float, ...] = (0.5,)
-    """Divisor of the result: one number, or one per channel. Unset: as `mean`."""
+    """Divisor of the pixels after `mean` is subtracted: one number, or one per channel. Unset: as
+    for `mean`."""
     eval_fraction: float = 0.1
     """Share of the images held out from training. Unused if `eval_path` is set."""
     eval_path: str | None = None

@@ -77,9 +77,9 @@ class PairFields(PromptFields):
 
     kind: Literal["pairs"] = "pairs"
     """Prompts for an encoder and completions for a decoder, one of each in a row.
-    `sequence_length` counts the tokens of the prompt, its end-of-text token among them."""
+    `sequence_length` counts the tokens of the prompt with its end-of-text token."""
     target_length: int = 64
-    """Tokens of the longest completion, its end-of-text token among them."""
+    """Tokens of the longest completion, with its end-of-text token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -91,7 +91,7 @@ class SpanFields(TextFields):
     """Text with spans left out, for an encoder, and the spans to fill in, for a decoder.
     `sequence_length` counts the tokens of the encoder, a sentinel for each span among them."""
     noise_density: float = 0.15
-    """Share of the tokens that are left out, in (0, 1)."""
+    """Share of the tokens that sentinels replace, in (0, 1)."""
     mean_span_length: float = 3.0
     """Mean number of tokens of a span, 1 or more."""
 

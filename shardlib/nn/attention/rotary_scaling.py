@@ -85,9 +85,9 @@ class YarnScaling:
     mscale: float | None = None
     """Weight of log(factor) in the amplitude; null for 1."""
     mscale_all_dim: float | None = None
-    """The same in its divisor; null for an amplitude without divisor."""
+    """Weight of log(factor) in the divisor of the amplitude; null for no divisor."""
     truncate: bool = True
-    """Whether the first and the last of the dims between are whole pairs; false in gpt-oss."""
+    """Whether the range of dims between these two is rounded to whole pairs; false in gpt-oss."""
 
     @property
     def amplitude(self) -> float:
