@@ -70,6 +70,10 @@ class CheckpointError(ShardlibError):
     """A checkpoint is missing, belongs to something else, or cannot be restored as requested."""
 
 
+class WrongPlaceError(CheckpointError):
+    """A named step has no checkpoint, or a named folder cannot take one; another must be named."""
+
+
 class SaveFailedError(CheckpointError):
     """A checkpoint could not be written; a retry may succeed."""
 

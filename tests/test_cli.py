@@ -126,7 +126,10 @@ for words in ({commands}, ['export', 'none', '--out', 'there']):
     assert 'jax' not in sys.modules, words
 """
     found = python("-c", code)
-    fix = "  Give a YAML file, or the directory of a run.\n"
+    fix = (
+        "  Give a YAML file, or the directory of a run. In a YAML file, `model: llama3-8b` names a "
+        "published model.\n"
+    )
     absent = "ConfigError: no such directory: none.\n  Pass a run directory created by `shardlib"
     absent += " train`.\n"
     assert found.stderr == f"ConfigError: none.yaml: no such config file.\n{fix}{3 * absent}"

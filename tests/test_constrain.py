@@ -115,7 +115,7 @@ def test_what_is_given_comes_before_what_is_active():
     [(False, True, "mesh"), (True, False, "rules"), (False, False, "mesh and rules")],
 )
 def test_asks_for_what_is_missing(here, rules, missing):
-    fault = rf"no {missing}, which shardlib needs .*\n  Call this inside `with sl.use"
+    fault = rf"no active {missing}, which shardlib needs .*\n  Call this inside `with sl.use"
     with pytest.raises(sl.ShardlibError, match=fault):
         active_or(mesh() if here else None, RULES if rules else None)
 

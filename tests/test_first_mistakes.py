@@ -52,9 +52,34 @@ def train(*arguments):
     return sl.make_train_step(loss)(*arguments)
 
 
+def swapped(batch, model):
+    return loss(model, batch)
+
+
 @pytest.mark.parametrize(
     ("mistake", "error", "text"),
     [
+        (
+            lambda: sl.make_train_step(swapped),
+            ModelError,
+            "the loss function swapped takes (batch, model), but is called as loss_fn(model, batch)"
+            ".\n  Swap the two parameters.",
+        ),
+        (
+            lambda: sl.evaluate(sl.make_train_step(loss), None, [{"x": X}]),
+            ModelError,
+            "evaluate was given a training step, which would change the state.\n  Pass a step from",
+        ),
+        (
+            lambda: sl.evaluate(sl.make_eval_step(loss), None, {"x": X}),
+            DataError,
+            "evaluate was given one batch in place of several.\n  Pass an iterable of batches",
+        ),
+        (
+            lambda: sl.Engine("tiny-llama"),
+            ModelError,
+            "an engine serves a loaded model, not 'tiny-llama'.\n  Load it: sl.Engine(sl.hf.load(",
+        ),
         (
             lambda: start(lambda: linear(nnx.Rngs(0)), optax.sgd(0.1)),
             ModelError,
@@ -149,6 +174,7 @@ def train(*arguments):
         ),
     ],
     ids=[
+        *("reversed", "train-step", "one-batch", "engine"),
         *(
             "no-rngs",
             "keyword",
@@ -169,3 +195,12 @@ def train(*arguments):
 def test_a_mistake_is_refused_with_its_fix(mistake, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}"):
         mistake()
+
+
+def test_an_error_of_a_loss_says_what_it_was_called_with():
+    with pytest.raises(KeyError, match="y") as error:
+        train_on(lambda model, batch: loss(model, batch) + jnp.mean(batch["y"]))
+    note = (
+        "The loss was called as loss_fn(model, batch) with a Linear and a batch of x float32[16, 8]"
+    )
+    assert error.value.__notes__[0] == f"{note}."

@@ -217,7 +217,7 @@ class NotAModule:
             Loose,
             r"Loose holds arrays outside .*: inner/steps/0, scale, table\.\n  Wrap each",
         ),
-        (lambda rngs: NotAModule(), r"NotAModule, which is not a Flax module\.\n  Return an `nnx"),
+        (lambda rngs: NotAModule(), r"NotAModule, which is not a Flax module\.\n  Give an `nnx"),
         (Linen(), r"Linen is a linen module: .*\n  Pass them: inputs=\(x,\)"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_cluster_that_is_unknown_is_named_with_what_could_be_meant():
         ("2x16xh100", "Write hosts x GPUs of each, as in 2x8xh100."),
         ("v5p-9", "Write v5p-18 for 9 chips."),
         ("v5e-512", "Join several slices, as in 2xv5e-..."),
-        ("v6e-10", "Choose a multiple of 4 chips."),
+        ("v6e-10", "Choose a multiple of 4 chips, as in v6e-8 or v6e-12."),
         ("2xgb200-nvl80", "as in 4xgb200-nvl64."),
         ("gb200-nvl6", "as in 4xgb200-nvl64."),
         ("2xh100-nvl8", "Write hosts x GPUs of each, as in 2x8xh100."),

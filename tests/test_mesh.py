@@ -105,20 +105,20 @@ def test_all_faults_are_told_at_once():
     assert message(error) == (
         "mesh 'data:2,fsdp=x,,data=3,data=2,8=3,a=-1x-1,tensor=0,model 4' cannot be read:\n"
         "  'data:2' has no '='. Did you mean 'data=2'?\n"
-        "  '' has no '='. Write name=degree.\n"
+        "  '' has no '='. Write it as in fsdp=8.\n"
         "  'model 4' has no '='. Did you mean 'model=4'?\n"
-        "  fsdp=x: a degree is a whole number above 0, -1, or outer x inner as in 4x8\n"
+        "  fsdp=x: a size is a whole number above 0, -1, or outer x inner as in 4x8\n"
         "  '8' is not an axis name: use letters, digits and underscores\n"
-        "  tensor=0: a degree is a whole number above 0, -1, or outer x inner as in 4x8\n"
+        "  tensor=0: a size is a whole number above 0, -1, or outer x inner as in 4x8\n"
         "  axis 'data' is written 2 times: write it once\n"
-        "  2 degrees are -1: only one can stand for the devices that remain"
+        "  2 sizes are -1: only one axis can take the devices that remain"
     )
 
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        *((spec, "data=.*: a degree is ") for spec in ({"data": True}, "data=2x2x2", "data=-2")),
+        *((spec, "data=.*: a size is ") for spec in ({"data": True}, "data=2x2x2", "data=-2")),
         ("", r"mesh ''.*\n  it has no axes: write at least one, as in data=-1"),
         (8, r"not int.*\n  Write it as"),
     ],
@@ -170,10 +170,10 @@ def test_standard_axes_stand_in_one_order(names):
     [
         ("data=3,tensor=2", "needs 6 devices but 8", r"data=-1,tensor=2 gives 4x2.*\[:6\]"),
         ("data=16", "needs 16 devices but 8 are", r"data=-1 gives 8\)\.$"),
-        ("data=3,tensor=3", "needs 9 devices", "Choose degrees whose product is 8, or run on 9"),
+        ("data=3,tensor=3", "needs 9 devices", "Choose sizes whose product is 8, or run on 9"),
         ("data=1,fsdp=2,tensor=3", "needs 6 devices", r"fsdp=2,tensor=-1 gives 1x2x4.*\[:6\]"),
         ("data=-1,tensor=3", "multiply to 3, which does not divide 8", r"Pass.*\[:6\], or choose"),
-        ("data=-1,tensor=16", "multiply to 16, which does not", r"Choose degrees that divide 8\."),
+        ("data=-1,tensor=16", "multiply to 16, which does not", r"Choose sizes that divide 8\."),
     ],
 )
 def test_a_mesh_must_multiply_out(spec, fault, fix):

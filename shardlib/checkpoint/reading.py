@@ -21,7 +21,7 @@ from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
 from shardlib.checkpoint.tree import dtype_of, flatten
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, WrongPlaceError
 
 _Path = str | os.PathLike[str]
 # Names of the places.
@@ -173,7 +173,7 @@ class SavedCheckpoints:
 
     def _no_checkpoint(self, step: int) -> CheckpointError:
         where = " and ".join(str(place.path) for place in self._places.values())
-        return CheckpointError(
+        return WrongPlaceError(
             f"step {step} has no checkpoint in {where}.\n"
             f"  Choose one of its steps: {listed(self.steps())}."
         )

@@ -1,9 +1,9 @@
 """The command line: `shardlib train | explain | check | plan | calibrate | generate | batch |
 serve | export | import | evaluate | checkpoint | devices | launch | schema`.
 
-Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model); 75 when the
-watchdog ended a process, or its peers have gone; 76 when training diverged; 1 for every other
-failure and for faults found by `explain --strict`.
+Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model, a step or
+folder); 75 when the watchdog ended a process, or its peers have gone; 76 when training diverged; 1
+for every other failure and for faults found by `explain --strict`.
 """
 
 import glob
@@ -45,6 +45,7 @@ from shardlib.errors import (
     ModelError,
     RuleError,
     ShardlibError,
+    WrongPlaceError,
     check_run,
 )
 from shardlib.humanize import bandwidth, flops, gib
@@ -54,7 +55,7 @@ from shardlib.tables import Table
 # Each command imports its dependencies itself, so that `shardlib --help` does not wait for JAX.
 
 # Errors that a change of the config or command fixes, unlike errors of data, files or processes.
-_ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError)
+_ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError, WrongPlaceError)
 
 # Where a machine has no TPU, libtpu logs errors about what it cannot find out, unless these say it.
 _TPU_ENVIRONMENT = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -171,7 +172,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 @app.command(cls=Command)
 def generate(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Directory of a trained run.")],
+    run: checkpoint.RunAtStep,
     prompt: Annotated[
         str, typer.Option(help="Text to continue, or the message to a run of chats.")
     ] = "",
@@ -189,11 +190,12 @@ def generate(
 
     A run that trained on chats reads the prompt as a message of the user and prints its answer.
     """
-    check_run(run_dir)
+    run, step = checkpoint.one_step(run, step)
+    check_run(run)
     from shardlib.run.sampling import generate as run_generate
 
     options = {"mesh": mesh, "step": step, "notify": warn, "echo": True}
-    print(run_generate(run_dir, prompt, length, temperature, seed, **options))
+    print(run_generate(run, prompt, length, temperature, seed, **options))
 
 
 @app.command(cls=Command)

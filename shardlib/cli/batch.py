@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ from shardlib.cli.engine_options import (
     Weights,
     open_engine,
 )
+from shardlib.errors import ConfigError
 from shardlib.tables import aligned
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def batch(
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests; repeating the command resumes."""
+    if not os.path.isfile(source):  # Before the model is loaded.
+        raise ConfigError(f"no such file: {source}.\n  Name a file of requests.")
     from shardlib.serve import answer_batch
 
     engine, speaker = open_engine(

@@ -283,8 +283,10 @@ class Reader:
         if known and all(choices(option) or import_path_of(option) for option in options(hint)):
             return self.fail(item, path, f"{shown} is not one of {describe.quoted(known)}.{near}")
         for marker in filter(None, map(variants_of, options(hint))):
-            if isinstance(item.value, str) and item.value in marker.classes():
-                near = f" Write {join(path, marker.key)}={item.value}."
+            if isinstance(item.value, str):
+                known, key = list(marker.classes()), join(path, marker.key)
+                near = f" Write its keys, as in {key}={known[0]}."
+                near = f" Write {key}={item.value}." if item.value in known else near
         return self.fail(item, path, f"expected {describe.expected(hint)}, got {shown}.{near}")
 
     def fail(self, item: Item, path: str, message: str) -> Any:

@@ -67,7 +67,10 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
         folder = os.path.dirname(name)
         siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
         near = did_you_mean(os.path.basename(name), (n for n in siblings if n.endswith(".yaml")))
-        fix = near or "\n  Give a YAML file, or the directory of a run."
+        fix = near or (
+            "\n  Give a YAML file, or the directory of a run. In a YAML file, `model: llama3-8b` "
+            "names a published model."
+        )
         raise ConfigError(f"{name}: no such config file.{fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

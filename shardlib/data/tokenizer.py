@@ -197,6 +197,11 @@ def tokenizer_file(name: str) -> Path:
     found = find_tokenizer_file(name)
     if found is None:
         place = Path(name).expanduser()
+        if place.name == name and not (place.suffix or place.exists()):
+            raise DataError(
+                f"data.tokenizer: no tokenizer and no folder here is called {name!r}.\n"
+                "  Give the path of a tokenizer.json, or of the folder that holds it."
+            )
         place = place / "tokenizer.json" if place.is_dir() else place
         raise DataError(f"data.tokenizer: {missing(str(place))}")
     return found

@@ -23,8 +23,8 @@ class Adjustment:
         wrong = [token for token in sampling.logit_bias if not 0 <= token < vocab_size]
         if wrong:
             raise ModelError(
-                f"logit_bias has the tokens {', '.join(map(str, wrong[:4]))}, and the model those "
-                f"from 0 to {vocab_size - 1}.\n  Give ids of tokens of the model."
+                f"logit_bias has the tokens {', '.join(map(str, wrong[:4]))}, but the model has "
+                f"only 0 to {vocab_size - 1}.\n  Give ids of tokens of the model."
             )
         for token, value in sampling.logit_bias.items():
             self._bias[token] = value

@@ -1,5 +1,6 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ def one_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling
         raise ModelError(
             f"sampling is given, and {', '.join(options)} as well.\n"
             "  Set these fields in the Sampling."
+        )
+    known = [field.name for field in dataclasses.fields(Sampling)]
+    if wrong := [name for name in options if name not in known]:
+        raise ModelError(
+            f"no option of a sampling is called {wrong[0]!r}.{did_you_mean(wrong[0], known)}\n"
+            f"  Use one of: {', '.join(known)}."
         )
     return Sampling(**options) if sampling is None else sampling
 
@@ -61,6 +68,12 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
 
 def decoding_of(servable: Servable) -> Decoding:
     """Returns how a model decodes; raises `ModelError` if the engine does not run it."""
+    if not hasattr(servable, "family"):
+        given = repr(servable) if isinstance(servable, str) else type(servable).__name__
+        raise ModelError(
+            f"an engine serves a loaded model, not {given}.\n"
+            "  Load it: sl.Engine(sl.hf.load(folder)) or sl.Engine(sl.load_run(run_dir))."
+        )
     if (decoding := servable.family.decoding) is not None:
         return decoding
     raise ModelError(
@@ -73,10 +86,8 @@ def check_adapter(name: str | None, adapters: Collection[str]) -> None:
     """Raises `ModelError` for an adapter that the engine does not have."""
     if name is None or name in adapters:
         return
-    have = f"one of: {', '.join(adapters)}" if adapters else "none: the engine has no adapters"
-    raise ModelError(
-        f"no adapter is called {name!r}.{did_you_mean(name, list(adapters))}\n  Use {have}."
-    )
+    use = f"Use one of: {', '.join(adapters)}." if adapters else "Give the engine this adapter."
+    raise ModelError(f"no adapter is called {name!r}.{did_you_mean(name, adapters)}\n  {use}")
 
 
 def check_exact(params: Any) -> None:

@@ -185,8 +185,8 @@ class Engine:
         left = self.context - len(tokens)
         if left < 1:
             raise ModelError(
-                f"the prompt has {len(tokens)} tokens, and the context {self.context}, with 1 or "
-                "more for the answer.\n  Shorten the prompt, or give the engine a longer context."
+                f"the prompt has {len(tokens)} tokens, but the context of {self.context} must hold "
+                "the answer too.\n  Shorten the prompt, or give the engine a longer context."
             )
         if sampling.max_tokens is not None and sampling.max_tokens > left:
             raise ModelError(
@@ -555,8 +555,8 @@ class Engine:
         wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
         if wrong:
             raise ModelError(
-                f"the prompt has the tokens {', '.join(map(str, wrong[:4]))}, and the model those "
-                f"from 0 to {self.vocab_size - 1}.\n  Encode the text with the model's tokenizer."
+                f"the prompt has the tokens {', '.join(map(str, wrong[:4]))}, but the model has "
+                f"only 0 to {self.vocab_size - 1}.\n  Encode the text with the model's tokenizer."
             )
         return tokens
 

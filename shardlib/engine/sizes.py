@@ -113,7 +113,7 @@ def _context(asked: int | None, model: int | None, positions: int | None) -> int
     if context < 2 or (have is not None and context > have):
         most = "any number" if have is None else f"at most {have}"
         raise ModelError(
-            f"context={context}, and the model has {most} positions.\n"
+            f"context={context}, but the model has {most} positions.\n"
             f"  Give {'2 tokens or more' if have is None else f'from 2 to {have} tokens'}."
         )
     return context

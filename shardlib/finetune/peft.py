@@ -74,7 +74,10 @@ def save_adapter(
     refuse_full(folder)
     found = adapters(model)
     if not found:
-        raise ModelError("the model has no adapters.\n  Make it with sl.finetune.lora(model, ...).")
+        raise ModelError(
+            "the model has no adapters.\n"
+            "  Make it with sl.finetune.lora, by `finetune` in a config, or save the whole model."
+        )
     described = described_as(model, None, architecture)
     one = _refuse_mixed(found)
     dora, bases = one.lora_magnitude is not None, {path: a.base for path, a in found.items()}

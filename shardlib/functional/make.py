@@ -71,7 +71,8 @@ def _check_takes_rngs(make: Callable[..., Any]) -> None:
 
 def _not_a_module(what: str) -> str:
     return (
-        f"{what}, which is not a Flax module.\n  Return an `nnx.Module` or a `flax.linen.Module`."
+        f"{what}, which is not a Flax module.\n"
+        "  Give an `nnx.Module`, a `flax.linen.Module`, or a function that returns one."
     )
 
 

@@ -267,9 +267,13 @@ def _tpu(name: str, slices: str | None, chip_name: str, count: str, topology: st
             f"slice has {chip.max_chips}.\n  Join several slices, as in 2x{chip.name}-..."
         )
     if chips > per_host and chips % _CHIPS_PER_VM:
+        cores = _CORES_PER_CHIP.get(chip.name, 1)
+        fewer = chips // _CHIPS_PER_VM * _CHIPS_PER_VM
+        near = (f"{chip.name}-{n * cores}" for n in (fewer, fewer + _CHIPS_PER_VM))
+        example = "" if topology else f", as in {' or '.join(near)}"
         raise MeshError(
-            f"cluster {name!r} has {chips} chips in a slice, which hosts of {_CHIPS_PER_VM} chips "
-            f"cannot form.\n  Choose a multiple of {_CHIPS_PER_VM} chips."
+            f"cluster {name!r} has {chips} chips in a slice, but its hosts have {_CHIPS_PER_VM} "
+            f"each.\n  Choose a multiple of {_CHIPS_PER_VM} chips{example}."
         )
     chips_here = chips if chips <= per_host else _CHIPS_PER_VM
     return Cluster(

@@ -1,7 +1,7 @@
 """Architectures: how a family of models is written in the format of Hugging Face.
 
 An architecture is data: a table of config fields and a table of tensors, each read to import and
-written to export.
+written to export. The tables lie with their models, in `shardlib_models.hf`.
 """
 
 import dataclasses
@@ -229,9 +229,9 @@ def find_architecture(name: str) -> tuple[ModelFamily, Architecture]:
         hint = did_you_mean(name, same or known)
         if same and not hint:
             hint = f" Of {stem}, {', '.join(same)} is read."
+        hint = hint or f" Known: {', '.join(sorted(known)) or 'none'}."
         raise ModelError(
-            f"no model family reads the architecture {name!r}; "
-            f"known: {', '.join(sorted(known)) or 'none'}.{hint}\n"
+            f"no model family reads the architecture {name!r}.{hint}\n"
             "  Add it to the `architectures` of a family, as CONTRIBUTING.md describes."
         )
     family, path = known[name]
@@ -259,7 +259,7 @@ def described_as(model: Any, loaded: Any, name: str | None) -> Architecture:
             continue
         return described
     kind = type(model).__name__
-    reasons = tried or [f"a {kind} is not of a family with architectures."]
+    reasons = tried or [f"{kind} belongs to no model family with architectures."]
     raise ModelError(
         "no architecture of Hugging Face can express this model:\n  "
         + "\n  ".join(reasons)

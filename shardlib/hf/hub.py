@@ -42,18 +42,21 @@ def folder_of(name: str | Path, *, weights: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
-        raise _refused(path, "the package huggingface_hub is not installed") from None
+        fix = "Correct the path, or install huggingface_hub."
+        raise _refused(path, "the package huggingface_hub is not installed", fix) from None
     try:
         patterns = [*TEXTS, *(TENSORS if weights else ())]
         return Path(snapshot_download(str(name), allow_patterns=patterns))
     # The hub raises errors of its own, of requests or httpx, and of the file system.
     except Exception as error:
         lines = without_credentials(str(error)).strip().splitlines()
-        raise _refused(path, lines[0] if lines else type(error).__name__) from None
+        why = (lines[0] if lines else type(error).__name__).removesuffix(".")
+        fix = "Correct the path, or give the name of a model on the hub and go online."
+        raise _refused(path, why, fix) from None
 
 
-def _refused(path: Path, why: str) -> CheckpointError:
+def _refused(path: Path, why: str, fix: str) -> CheckpointError:
     return CheckpointError(
-        f"no folder {path} is here, and it cannot be downloaded from the hub: {why}.\n"
-        "  Give the path of a folder with config.json, or install huggingface_hub and go online."
+        f"there is no folder {path}, and no model of this name can be downloaded from the hub: "
+        f"{why}.\n  {fix}"
     )

@@ -10,18 +10,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, WrongPlaceError
 
 _PARTIAL = ".partial"
 
 
 def refuse_full(folder: Path) -> None:
-    """Raises `CheckpointError` unless a folder is absent or empty."""
+    """Raises `WrongPlaceError` unless a folder is absent or empty."""
     # What a killed process has left is replaced.
     if folder.exists() and (
         not folder.is_dir() or any(file.name != _PARTIAL for file in folder.iterdir())
     ):
-        raise CheckpointError(
+        raise WrongPlaceError(
             f"{folder} is not an empty folder.\n  Choose another folder, or remove its contents."
         )
 

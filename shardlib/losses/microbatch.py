@@ -100,7 +100,7 @@ def _check(batch: PyTree, n: int) -> None:
         raise ModelError(f"{n} microbatches were asked for.\n  Use 1 to leave batches whole.")
     faults = [
         f"the batch's {path or 'array'} has shape {tuple(leaf.shape)}, whose first dim "
-        f"{n} microbatches do not divide."
+        f"cannot be divided into {n} microbatches."
         for path, leaf in named_leaves(batch).items()
         if not leaf.shape or leaf.shape[0] % n
     ]

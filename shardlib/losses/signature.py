@@ -1,13 +1,17 @@
 """Calling conventions of loss functions."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, ShardlibError
+from shardlib.paths import named_leaves
+
+_NOTED = 8  # Leaves of a batch.
 
 LossFn = Callable[..., Any]
 """`loss_fn(model, batch, rng, *inputs)`; see `make_train_step`."""
@@ -19,17 +23,17 @@ def called_by_position(loss_fn: LossFn) -> LossFn:
     """Returns a loss that takes a key, even if `loss_fn(model, batch)` does not.
 
     Raises:
-        ModelError: If `loss_fn` takes fewer than two arguments.
+        ModelError: If `loss_fn` takes fewer than two arguments, or the batch before the model.
     """
+    _check_order(loss_fn)
     if _accepts(loss_fn, 3) or _accepts(loss_fn, 4):
         return loss_fn
     if not _accepts(loss_fn, 2):
         # More arguments than a model, a batch and a key are inputs; the first call checks them.
         if callable(loss_fn) and any(_accepts(loss_fn, n) for n in range(5, 17)):
             return loss_fn
-        name = getattr(loss_fn, "__name__", repr(loss_fn))
         raise ModelError(
-            f"the loss function {name} cannot be called as loss_fn(model, batch).\n"
+            f"the loss function {_name(loss_fn)} cannot be called as loss_fn(model, batch).\n"
             "  Let it take (model, batch), (model, batch, rng) or (model, batch, rng, *inputs)."
         )
 
@@ -37,6 +41,41 @@ def called_by_position(loss_fn: LossFn) -> LossFn:
         return loss_fn(model, batch)
 
     return without_key
+
+
+def _check_order(loss_fn: LossFn) -> None:
+    """Raises `ModelError` if the names of its parameters say that a loss takes the batch first."""
+    try:
+        names = list(inspect.signature(loss_fn).parameters)[:2]
+    except (TypeError, ValueError):
+        return
+    if names[:1] == ["batch"] or names[1:] == ["model"]:
+        raise ModelError(
+            f"the loss function {_name(loss_fn)} takes ({', '.join(names)}), but is called as "
+            "loss_fn(model, batch).\n  Swap the two parameters."
+        )
+
+
+@contextlib.contextmanager
+def noting(model: str, batch: PyTree) -> Iterator[None]:
+    """Adds to an error of a loss what the loss was called with: the name of its model, and the
+    paths, dtypes and shapes of the first leaves of its batch."""
+    try:
+        yield
+    except ShardlibError:
+        raise
+    except Exception as error:
+        leaves = [f"{path} {x.dtype}{list(x.shape)}" for path, x in named_leaves(batch).items()]
+        more = ", ..." if len(leaves) > _NOTED else ""
+        error.add_note(
+            f"The loss was called as loss_fn(model, batch) with a {model} and a batch of "
+            f"{', '.join(leaves[:_NOTED])}{more}."
+        )
+        raise
+
+
+def _name(loss_fn: Any) -> str:
+    return getattr(loss_fn, "__name__", repr(loss_fn))
 
 
 def check_arity(loss_fn: LossFn, inputs: Inputs) -> None:

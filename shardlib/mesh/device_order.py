@@ -94,9 +94,9 @@ def _groups(
         groups = len(by_slice) if len(by_slice) > 1 else len(by_host)
         plain = ",".join(f"{n}={o * i}" for n, o, i in zip(names, outer, inner, strict=True))
         raise MeshError(
-            f"mesh {mesh} has outer degrees of {wanted} slices or hosts, but its "
+            f"mesh {mesh} has outer sizes for {wanted} slices or hosts, but its "
             f"{len(devices)} devices form {form}.\n"
-            f"  Make the outer degrees multiply to {groups}, or leave them out ({plain})."
+            f"  Make the outer sizes multiply to {groups}, or leave them out ({plain})."
         )
     groups = [fitting[0][index] for index in sorted(fitting[0])]
     sizes = sorted({len(group) for group in groups})

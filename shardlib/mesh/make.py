@@ -126,7 +126,7 @@ class MeshConfig:
             return self
         if num_devices % given:
             raise MeshError(
-                f"mesh {self} cannot fill {_devices(num_devices)}: its other degrees multiply to "
+                f"mesh {self} cannot fill {_devices(num_devices)}: its other sizes multiply to "
                 f"{given}, which does not divide {num_devices}.\n"
                 f"  {_fewer_devices(num_devices - num_devices % given, num_devices, at_hand)}"
             )
@@ -250,7 +250,7 @@ def _axis_types(axis_types: AxisTypes, count: int) -> tuple[AxisType, ...]:
     return (known[axis_types],) * count
 
 
-_DEGREE_HINT = "a degree is a whole number above 0, -1, or outer x inner as in 4x8"
+_DEGREE_HINT = "a size is a whole number above 0, -1, or outer x inner as in 4x8"
 
 
 def _parse_degree(degree: Any) -> tuple[int, int] | None:
@@ -276,7 +276,7 @@ def _split(text: str) -> tuple[list[tuple[str, Any]], list[str]]:
             pairs.append((name, degree))
             continue
         guess = re.fullmatch(rf"\s*({_NAME.pattern})\s*[:x*\s]?\s*(-?\d\S*)\s*", item)
-        hint = f" Did you mean '{guess[1]}={guess[2]}'?" if guess else " Write name=degree."
+        hint = f" Did you mean '{guess[1]}={guess[2]}'?" if guess else " Write it as in fsdp=8."
         faults.append(f"{item.strip()!r} has no '='.{hint}")
     return pairs, faults
 
@@ -295,7 +295,7 @@ def _axis_faults(axes: Sequence[MeshAxis]) -> list[str]:
             faults.append(f"axis {name!r} is written {count} times: write it once")
     unknown = [degree for axis in axes for degree in (axis.outer, axis.inner)].count(-1)
     if unknown > 1:
-        faults.append(f"{unknown} degrees are -1: only one can stand for the devices that remain")
+        faults.append(f"{unknown} sizes are -1: only one axis can take the devices that remain")
     return faults
 
 
@@ -313,7 +313,7 @@ def _use_fewer(count: int, at_hand: bool) -> str:
 
 
 def _fewer_devices(count: int, available: int, at_hand: bool) -> str:
-    divide = f"choose degrees that divide {available}."
+    divide = f"choose sizes that divide {available}."
     return (
         f"{_use_fewer(count, at_hand)}, or {divide}".capitalize() if count else divide.capitalize()
     )
@@ -336,5 +336,5 @@ def _product_fault(config: MeshConfig, needed: int, available: int, *, at_hand: 
     return fault + (
         f"{fewer.capitalize()}."
         if fewer and at_hand
-        else f"Choose degrees whose product is {available}, or run on {_devices(needed)}."
+        else f"Choose sizes whose product is {available}, or run on {_devices(needed)}."
     )

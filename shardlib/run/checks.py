@@ -153,9 +153,9 @@ def _check_idle(config: RunConfig, scope: Scope) -> None:
     by_hand = {"stage"}
     if train.local_sgd is not None or train.reduction not in _BY_COMPILER:
         by_hand.add("data")
-    fix = "Set mesh to axes that the rules name, or rules to a preset that uses it."
+    fix = "Choose a mesh of axes that the rules name, or rules that name this axis."
     if scope.rules.names is not None:
-        fix = "Set mesh to axes that the rules name, or to auto together with rules=auto."
+        fix = "Choose a mesh of axes that the rules name, or mesh=auto together with rules=auto."
     faults = [
         f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
         f"same.{'' if name in STANDARD_AXES else did_you_mean(name, STANDARD_AXES)}\n  {fix}"

@@ -31,8 +31,9 @@ def read_keys(file: str | None) -> tuple[str, ...]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(
-            f"API keys cannot be read from {file}: {error}.\n  Name a file with one key a line."
+            f"API keys cannot be read from {file}: {why}.\n  Name a file with one key a line."
         ) from None
     keys = tuple(filter(None, (line.partition("#")[0].strip() for line in lines)))
     if not keys:

@@ -97,7 +97,7 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
     if mesh is None or rules is None:
         missing = " and ".join(n for n, v in (("mesh", mesh), ("rules", rules)) if v is None)
         raise RuleError(
-            f"no {missing}, which shardlib needs to place tensors.\n"
+            f"no active {missing}, which shardlib needs to place tensors.\n"
             "  Call this inside `with sl.use(mesh, rules):`, or pass mesh= and rules=."
         )
     _check_kinds(mesh, rules)

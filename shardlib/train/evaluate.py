@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -166,10 +167,11 @@ def evaluate(
             in every process. Its metrics are added to the metrics of the loss.
 
     Raises:
-        ModelError: If the loss returns arrays, which do not reduce to one number, and no score
-            takes them.
-        DataError: If there is no batch.
+        ModelError: If the step trains, or the loss returns arrays, which do not reduce to one
+            number, and no score takes them.
+        DataError: If there is no batch, or `batches` is one.
     """
+    _check_arguments(step, batches)
     totals: dict[str, Aggregate] | None = None
     rows: list[dict[str, np.ndarray]] = []
     for batch in batches:
@@ -194,6 +196,19 @@ def evaluate(
     return metrics | score(
         {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
     )
+
+
+def _check_arguments(step: Callable[..., Any], batches: Iterable[PyTree]) -> None:
+    if isinstance(step, JittedStep) and not isinstance(step, EvalStep):
+        raise ModelError(
+            "evaluate was given a training step, which would change the state.\n"
+            "  Pass a step from make_eval_step(loss_fn)."
+        )
+    if isinstance(batches, Mapping):
+        raise DataError(
+            "evaluate was given one batch in place of several.\n"
+            "  Pass an iterable of batches, such as [batch]."
+        )
 
 
 def _on_host(outputs: dict[str, jax.Array]) -> dict[str, np.ndarray]:

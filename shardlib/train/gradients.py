@@ -16,6 +16,7 @@ from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
 from shardlib.losses.microbatch import accumulate
 from shardlib.losses.signature import Inputs as Inputs
 from shardlib.losses.signature import LossFn as LossFn
+from shardlib.losses.signature import noting
 from shardlib.partitioner import ValueLayout
 from shardlib.sharding.partition import Placement, pin
 from shardlib.train.partitioning import LossPartitioner, anywhere, placed_layouts
@@ -78,7 +79,8 @@ class PartLoss(LossPartitioner):
         part = self.precision.cast_batch(batch)
 
         def sums(model: Any) -> Sums:
-            with boundary(model, self.precision.compute, part):
+            here = boundary(model, self.precision.compute, part)
+            with here, noting(self.definition.module.name, part):
                 result = self.loss_fn(model, part, loss_key, *inputs)
             if is_differentiated:
                 _refuse_integers(result)

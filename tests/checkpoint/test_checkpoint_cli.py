@@ -138,6 +138,8 @@ def test_one_checkpoint_is_named_by_its_step_or_its_directory(trained, shardlib,
         code, _, err = shardlib("ls", name)
         assert (code, f"shardlib checkpoint verify {trained} --step 2" in err) == (2, True)
         assert shardlib("diff", name, f"{trained}@2")[1] == "40 arrays are equal\n"
+    code, _, err = shardlib("verify", f"{trained}@3")
+    assert (code, "step 3 has no checkpoint in" in err) == (2, True)
     code, _, err = shardlib("verify", f"{trained}@last")
     assert (code, "the step 'last' is not a number.\n  Write RUN@STEP" in err) == (2, True)
     # A run may have such a name itself.

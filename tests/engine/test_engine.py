@@ -173,20 +173,24 @@ def test_updated_parameters_answer_from_the_next_step_on(served, caplog):
 
 def test_requests_that_cannot_be_answered(served):
     engine = Engine(served, context=64)
-    with pytest.raises(ModelError, match="the prompt has 64 tokens, and the context 64"):
+    with pytest.raises(ModelError, match="the prompt has 64 tokens, but the context of 64"):
         engine.submit([0] * 64)
     with pytest.raises(ModelError, match="max_tokens=9 exceed the context"):
         engine.submit([0] * 60, max_tokens=9)
-    with pytest.raises(ModelError, match="the prompt has the tokens 96, and the model those from"):
+    with pytest.raises(ModelError, match="the prompt has the tokens 96, but the model has"):
         engine.submit([96])
     with pytest.raises(ModelError, match="no tokens"):
         engine.submit([])
     with pytest.raises(ModelError, match="no tokenizer"):
         engine.submit("text")
+    with pytest.raises(
+        ModelError, match=r"called 'max_token'\. Did you mean 'max_tokens'\?\n  Use"
+    ):
+        engine.submit([1], max_token=9)
     with pytest.raises(ModelError) as raised:
         engine.submit([1], temperature=-1.0, top_p=0.0)
     assert "temperature=-1.0, which must be 0 or more, up to 1e38; top_p=0.0" in str(raised.value)
-    with pytest.raises(ModelError, match="context=300, and the model has at most 256"):
+    with pytest.raises(ModelError, match="context=300, but the model has at most 256"):
         Engine(served, context=300)
     with pytest.raises(ModelError, match="chunk=100 is not a multiple of lane=32"):
         Engine(served, chunk=100)

@@ -86,7 +86,7 @@ def test_experts_cost_what_a_token_passes_and_their_traffic():
 def test_a_layout_that_does_not_fill_the_cluster():
     with pytest.raises(
         MeshError,
-        match=r"the layout fsdp=4 is for 4 devices, but 8xh100 has(.|\n)*\n  Choose degrees whose",
+        match=r"the layout fsdp=4 is for 4 devices, but 8xh100 has(.|\n)*\n  Choose sizes whose",
     ):
         step_time(JOB, Layout(fsdp=4), parse_cluster("8xh100"))
 

@@ -251,7 +251,7 @@ def test_wrong_arguments_are_named(options, error, words):
 
 
 def test_models_that_are_not_served_are_named():
-    with pytest.raises(ModelError, match="only the dimensions of gemma3-27b are known"):
+    with pytest.raises(ModelError, match="gemma3-27b cannot be served: its dimensions are known"):
         plan_serving("gemma3-27b", on="8xh100")
     with pytest.raises(ModelError, match=r"t5-small is not a decoder"):
         plan_serving("t5-small", on="8xh100")

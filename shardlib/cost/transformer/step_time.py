@@ -49,7 +49,7 @@ def step_time(
     if layout.num_devices != cluster.num_devices:
         raise MeshError(
             f"the layout {layout} is for {layout.num_devices} devices, but {cluster.name} has "
-            f"{cluster.num_devices}.\n  Choose degrees whose product is {cluster.num_devices}."
+            f"{cluster.num_devices}.\n  Choose sizes whose product is {cluster.num_devices}."
         )
     constants = committed() if constants is None else constants
     software = software_on(cluster, software, context=layout.context)

@@ -47,7 +47,7 @@ class Slo:
                 name = part.partition("=")[0].strip()
                 hint = "" if name in names else did_you_mean(name, names)
                 raise ConfigError(
-                    f"slo has {part!r}, which is not a time.{hint}\n"
+                    f"slo has {part!r}: it takes ttft and itl, each a time in s or ms.{hint}\n"
                     "  Write it as in ttft=1s,itl=50ms."
                 )
             found[match[1]] = seconds

@@ -123,7 +123,7 @@ def described(model: Any) -> tuple[str, Any, DataSpec]:
     others = [name for name in known if family(known[name][0]).decoding is not None]
     if key in NAMED:
         raise ModelError(
-            f"only the dimensions of {key} are known, and not a model that can be served.\n"
+            f"{key} cannot be served: its dimensions are known, but not its architecture.\n"
             f"  Give a folder with its config.json, or one of: {', '.join(others)}."
         )
     named_model(str(model), others)

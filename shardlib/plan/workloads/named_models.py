@@ -220,10 +220,9 @@ def named_model(name: str, others: Collection[str] = ()) -> NamedModel:
     model = NAMED.get(canonical(name))
     if model is None:
         known = dict.fromkeys((*NAMED, *others))
-        raise ModelError(
-            f"no model is known by the name {name!r}.{did_you_mean(name.lower(), known)}\n"
-            f"  Give a config, or one of: {', '.join(known)}."
-        )
+        fix = did_you_mean(name.lower(), known)
+        fix = fix or f"\n  Give a config, or one of: {', '.join(known)}."
+        raise ModelError(f"no model is known by the name {name!r}.{fix}")
     return model
 
 

@@ -81,7 +81,7 @@ def check_rows(batch: PyTree, total: int) -> None:
     """Raises `ModelError` for leaves whose first dim `total` microbatches do not divide."""
     faults = [
         f"the batch's {path or 'array'} has shape {tuple(leaf.shape)}, whose first dim "
-        f"{total} microbatches over all groups do not divide."
+        f"cannot be divided into {total} microbatches over all groups."
         for path, leaf in named_leaves(batch).items()
         if not leaf.shape or leaf.shape[0] % total
     ]
