@@ -122,7 +122,7 @@ def test_the_active_scope_is_the_default():
     with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
         state = sl.init_state(Model, optax.sgd(0.1))
     assert state.params["up"]["kernel"].sharding.spec == P("fsdp", None)
-    with pytest.raises(sl.ShardlibError, match="no mesh and rules"):
+    with pytest.raises(sl.ShardlibError, match="no active mesh and rules"):
         sl.init_state(Model, optax.sgd(0.1))
 
 
