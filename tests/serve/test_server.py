@@ -172,7 +172,7 @@ def test_bodies_that_cannot_be_answered(http):
     cases = [
         ({"prompt": "a", "temprature": 1}, 400, "Did you mean 'temperature'"),
         ({"prompt": "a", "model": "big"}, 404, "no model is called 'big'"),
-        ({"prompt": "a" * 200}, 400, "the context 128"),
+        ({"prompt": "a" * 200}, 400, "the context of 128"),
         ({"prompt": "\ud800"}, 400, "not Unicode"),
         ({"prompt": [300]}, 400, "the tokens 300"),
         ({"prompt": [2**70]}, 400, "expected a text"),
