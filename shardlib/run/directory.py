@@ -18,7 +18,7 @@ from shardlib.checkpoint.consensus import Peers
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer, read_tokenizer
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer
-from shardlib.errors import ConfigError, RunDirError, check_run
+from shardlib.errors import ConfigError, DataError, RunDirError, check_run
 from shardlib.run.config import RunConfig
 
 _LOCK_FILE = "run.lock"
@@ -133,7 +133,13 @@ class RunDirectory:
         """
         if not self.tokenizer_file.is_file():
             return None
-        return read_tokenizer(self.tokenizer_file, getattr(config.data, "end_of_text", None))
+        try:
+            return read_tokenizer(self.tokenizer_file, getattr(config.data, "end_of_text", None))
+        except DataError as error:
+            fault = str(error).splitlines()[0]
+            raise DataError(
+                f"{fault}\n  Restore the file, for example from a copy of the run."
+            ) from error
 
     def identify(self) -> str | None:
         """Makes the directory, writes an id if it has none, and returns the id."""

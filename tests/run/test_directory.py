@@ -5,6 +5,7 @@ import re
 import pytest
 
 from shardlib.data.tokenizer import JsonTokenizer, train_bpe
+from shardlib.errors import DataError
 from shardlib.run.directory import RunDirectory
 
 
@@ -32,6 +33,13 @@ def test_a_tokenizer_keeps_the_end_of_text_that_it_was_trained_with(lab, tmp_pat
     assert directory.read_tokenizer(config).end_of_text == "t"
     (tmp_path / "tokenizer_config.json").unlink()
     assert directory.read_tokenizer(config).end_of_text == "<|endoftext|>"
+
+
+def test_a_damaged_tokenizer_of_a_run_is_to_be_restored(lab, tmp_path):
+    directory, config = RunDirectory(tmp_path), lab.config(tmp_path)
+    directory.tokenizer_file.write_text("{}garbage")
+    with pytest.raises(DataError, match=r"tokenizer.json' cannot be read: .*\n  Restore the file"):
+        directory.read_tokenizer(config)
 
 
 MALFORMED = {
