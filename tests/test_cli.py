@@ -396,6 +396,14 @@ def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
     assert 0.6 * widest < max(len(line.rstrip()) for line in out.splitlines()) <= widest
 
 
+@pytest.mark.mesh
+def test_a_plan_fits_a_terminal_of_80_columns(shardlib, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = shardlib("plan", "--model", "llama3-8b", "--on", "v5e-16", "--top", "2")
+    assert (code, max(map(len, out.splitlines())) <= 80) == (0, True)
+    assert "\n1  mesh fsdp=16, rules standard, micro 16, remat\n    0-30:offload:" in out
+
+
 def test_launch_runs_the_command_in_every_process():
     done = python("-m", "shardlib", "launch", "--processes", "2", "--", "shardlib", "--version")
     assert done.returncode == 0

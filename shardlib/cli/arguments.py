@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardlib.errors import ConfigError
+from shardlib.tables import fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -213,6 +214,11 @@ def console() -> "Console":
     # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.
     is_known = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))
     return Console(width=None if is_known else 160)
+
+
+def say(text: str) -> None:
+    """Prints a text, whose longer lines are folded at the width of the terminal."""
+    print(fitted(text, console().width))
 
 
 def show(report: Any, as_json: bool) -> None:

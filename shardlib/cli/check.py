@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, load_config
+from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, load_config, say
 
 Meshes = Annotated[
     list[str] | None,
@@ -43,7 +43,7 @@ def check(
         ]
         print(json.dumps(facts, indent=2))
     else:
-        print(tables(proofs))
+        say(tables(proofs))
     if not all(proof.is_right for proof in proofs):
         raise typer.Exit(1)
 

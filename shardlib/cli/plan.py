@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import AsJson, Overrides, console, load_config, warn
+from shardlib.cli.arguments import AsJson, Overrides, console, load_config, say, warn
 from shardlib.cli.plan_serving import (
     Cache,
     Context,
@@ -20,7 +20,6 @@ from shardlib.cli.plan_serving import (
 )
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
-from shardlib.tables import fitted
 
 if TYPE_CHECKING:
     from shardlib.find import FoundRules
@@ -181,8 +180,7 @@ def _facts(
 
 
 def _show_plans(plans: "Plans", verified: "Verification | None") -> None:
-    width = console().width
-    print(fitted(plans.text(width), width))
+    say(plans.text(console().width))
     if verified:
         console().print(verified.table())
 
@@ -191,8 +189,7 @@ def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> N
     from shardlib.run.plans.finding import beside
 
     console().print(found.render())
-    lines = [*map(str, answers), beside(found, plans)]
-    print(fitted("\n".join(lines), console().width))
+    say("\n".join([*map(str, answers), beside(found, plans)]))
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
@@ -311,4 +308,7 @@ def calibrate(
     kept = calibrating.calibration_path(calibrating.cluster_at_hand(measured))
     path = pathlib.Path(output).expanduser() if output else kept
     save(measured, path)
-    print(path.read_text() if as_json else f"{calibrating.report(measured)}\nwritten to {path}")
+    if as_json:
+        print(path.read_text())
+    else:
+        say(f"{calibrating.report(measured)}\nwritten to {path}")
