@@ -1,6 +1,7 @@
 """Attention shared by the devices along `context` against one device's: values and gradients."""
 
 import functools
+import pydoc
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib.nn import remat
 from shardlib.nn.attention import attend, tiles, unzigzag, zigzag
+from shardlib.nn.attention.gather import gathered_attention
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.region import in_region
 from shardlib.nn.attention.ring import ring_attention
@@ -133,6 +135,11 @@ def test_inside_of_a_region_over_another_axis(method):
         rows = P("data")
         found = jax.jit(manual(region, ("data",), (rows,) * 4, (rows,) * 4))(*inputs(4))
     assert_same(found, expected("packed", 4))
+
+
+@pytest.mark.parametrize("shared", [ring_attention, gathered_attention])
+def test_help_shows_the_arguments_of_shared_attention(shared):
+    assert "segments: [batch, length] int32 of queries and of keys" in pydoc.render_doc(shared)
 
 
 def test_a_ring_inside_of_a_region_over_stages():
