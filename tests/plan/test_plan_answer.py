@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardlib.config import from_dict
 from shardlib.cost.machine.constants import fit_errors
 from shardlib.cost.workload import Job
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import parse_cluster
 from shardlib.humanize import duration
 from shardlib.plan import Choice, Layout, cheapest_fixes, plan
+from shardlib.plan.api import of_dims
 from shardlib.plan.fixes import smallest
 from shardlib.plan.objective import clusters, next_larger
 from shardlib.plan.search import capacity_bytes, search
 from shardlib.plan.settings import mesh_text, rules, settings, to_overrides, to_yaml
 from shardlib.plan.workloads.named_models import NAMED, named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
+from shardlib.registry import DataSpec, family, sizes
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 LLAMA8 = named_model("llama3-8b").model
@@ -81,6 +84,20 @@ def test_named_models_agree_with_the_dims_of_published_runs():
                 assert getattr(mine.model, field) == close, (name, theirs)
                 compared += 1
     assert compared >= 12, list(known)
+
+
+def test_named_models_are_those_that_can_be_trained():
+    """Both tables have the same layers. Vocabularies are padded here, the planner knows groups of
+    experts, and a family names nonlinearities that do not matter to a plan."""
+    known = {name: size for name, size in sizes().items() if name in NAMED}
+    assert len(known) >= 45
+    for name, (of, fields) in known.items():
+        config = from_dict(family(of).config, fields, name)
+        mine, theirs = NAMED[name].model, of_dims(family(of).dims(config, DataSpec()))
+        experts = mine.experts and dataclasses.replace(mine.experts, groups=(1, 1))
+        ignored = ("vocab", "activation", "learned_positions")
+        changes = {field: getattr(theirs, field) for field in ignored}
+        assert dataclasses.replace(mine, experts=experts, **changes) == theirs, name
 
 
 def test_an_unknown_model():
