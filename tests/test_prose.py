@@ -18,6 +18,7 @@ AVOIDED = {
     "say 'is not a'": r"\b(?<!there )(?<!There )(is|are|was|were) no\b(?! longer| more| less)",
     "say 'there is no'": r"\b(is|are|was|were) none\b",
     "name what is meant": r"\b(of those|those of)\b",
+    "say it as a native engineer would": r"\b(befell|(is|are) told of|[Ww]hat mends|Tried is)\b",
 }
 QUESTION = re.compile(r"(What|Which|How|Where|Whether|Who|In what|In which|By how)\b")
 FRAGMENT = re.compile(r"(Of|As|As of|For|By|With|On|From)\b")

@@ -42,7 +42,7 @@ class FailedAnswerError(ShardlibError):
 
 
 class Observer(Protocol):
-    """What is told of the progress of answers, in the thread of the engine."""
+    """Receives the progress of answers, in the thread of the engine."""
 
     def first_token(self, seconds: float) -> None:
         """A first token came `seconds` after its request."""
@@ -124,7 +124,7 @@ class EngineThread:
         self.num_slots = engine.scheduler.num_slots
         """Requests that run at once."""
         self.observer: Observer | None = None
-        """What is told of the progress of answers."""
+        """Receives the progress of answers."""
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._futures: set[concurrent.futures.Future] = set()
         self._lock, self._wake = threading.Lock(), threading.Event()
