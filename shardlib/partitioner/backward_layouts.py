@@ -64,6 +64,7 @@ class Readers:
         self.at = at
         self._readers: dict[Atom, list[Operation]] = collections.defaultdict(list)
         self._makers: dict[Atom, Operation] = {}
+        self._terms: dict[Value, int] = {}
         for operation in flat.operations:
             self._makers.update(dict.fromkeys(operation.outvars, operation))
             for atom in operation.invars:
@@ -89,17 +90,26 @@ class Readers:
     def num_terms(self, var: Value) -> int:
         """Returns how many products are added to one gradient with a value, itself included: a sum
         over devices is taken once of all of them."""
-        root = var
-        while (after := self._only_reader(root)) and after.name in _SUM_OF_TERMS:
-            root = after.outvars[0]
-        terms, left = 0, [root]
+        path = [var]
+        while path[-1] not in self._terms:
+            after = self._only_reader(path[-1])
+            if after is None or after.name not in _SUM_OF_TERMS:
+                self._terms[path[-1]] = max(self._count_terms(path[-1]), 1)
+            else:
+                path.append(after.outvars[0])
+        terms = self._terms[path[-1]]
+        self._terms |= dict.fromkeys(path, terms)
+        return terms
+
+    def _count_terms(self, total: Value) -> int:
+        terms, left = 0, [total]
         while left:
             maker = self._makers.get(left.pop())
             if maker and maker.name in _SUM_OF_TERMS:
                 left += [v for v in maker.invars if not is_literal(v) and self._only_reader(v)]
             elif maker:
                 terms += maker.name in _PRODUCTS
-        return max(terms, 1)
+        return terms
 
     def _only_reader(self, var: Atom) -> Operation | None:
         readers = self._readers.get(var, ())
