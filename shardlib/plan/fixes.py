@@ -11,6 +11,7 @@ from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.search import (
     candidates,
     capacity_bytes,
+    leanest,
     least_layers,
     of_layout,
     score,
@@ -112,7 +113,7 @@ def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -
             continue
         for number in {candidate.microbatches[0], candidate.microbatches[-1]}:
             layout = candidate.with_microbatches(number)
-            choice = workload.leanest(layout, cluster)
+            choice = leanest(workload, layout, cluster)
             held = workload.memory(layout, choice, cluster).total
             if best is None or held < best[0]:
                 best = held, layout, choice

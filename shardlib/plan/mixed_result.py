@@ -24,7 +24,7 @@ from shardlib.plan.mixed_search import (
 from shardlib.plan.problem import Workload, examples
 from shardlib.plan.report import describe_mixed
 from shardlib.plan.request import Question
-from shardlib.plan.search import Found, capacity_bytes, search
+from shardlib.plan.search import Found, capacity_bytes, leanest, search
 from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, compared, read_mesh
 
@@ -189,7 +189,7 @@ def _leanest(
     """Returns the plan with the least memory, over all meshes of groups or one mesh; None if none
     can run."""
     tried = (
-        shared_out(workload, cluster, layout, workload.leanest(layout, together(cluster)[0]))
+        shared_out(workload, cluster, layout, leanest(workload, layout, together(cluster)[0]))
         for layout in group_layouts(workload, cluster)
         if keep is None or layout.sizes == keep.sizes
     )

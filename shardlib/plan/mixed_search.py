@@ -25,7 +25,7 @@ from shardlib.cost.machine.constants import committed
 from shardlib.cost.transformer import communication, computation
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.plan.problem import Choice, Plan, Workload
-from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers
+from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers, may_fit
 from shardlib.plan.workloads.transformer import TransformerWorkload
 
 
@@ -257,10 +257,7 @@ def _meshes(workload: Workload, size: int) -> Iterator[Layout]:
 
 def _may_fit(workload: Workload, cluster: MixedCluster, layout: Layout) -> bool:
     """Returns whether the choice with the least memory fits every kind."""
-    return all(
-        workload.memory(layout, workload.leanest(layout, kind), kind).fits(capacity_bytes(kind))
-        for kind in together(cluster)
-    )
+    return all(may_fit(workload, layout, kind, capacity_bytes(kind)) for kind in together(cluster))
 
 
 def _update(

@@ -122,8 +122,9 @@ class Workload(Protocol):
         number of layers up to it: the search takes the fewest that fit."""
         ...
 
-    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
-        """Returns the choice with the least memory: if it does not fit, no other choice does."""
+    def lean_choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
+        """Returns choices of which one takes the least memory: if they do not fit, no other choice
+        does."""
         ...
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:

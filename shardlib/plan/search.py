@@ -232,6 +232,21 @@ def capacity_bytes(cluster: Cluster) -> float:
     return usable.usable_bytes
 
 
+def leanest(workload: Workload, layout: Layout, cluster: Cluster) -> Choice:
+    """Returns the choice with the least memory."""
+
+    def held(choice: Choice) -> float:
+        return workload.memory(layout, choice, cluster).total
+
+    return min(workload.lean_choices(layout, cluster), key=held)
+
+
+def may_fit(workload: Workload, layout: Layout, cluster: Cluster, capacity: float) -> bool:
+    """Returns whether some choice fits a device."""
+    lean = workload.lean_choices(layout, cluster)
+    return any(workload.memory(layout, choice, cluster).fits(capacity) for choice in lean)
+
+
 def least_layers(
     workload: Workload, layout: Layout, choice: Choice, cluster: Cluster, capacity: float
 ) -> Choice | None:
@@ -273,11 +288,10 @@ def _may_fit(workload: Workload, cluster: Cluster, candidate: Candidate, capacit
     """Returns whether the leanest choice fits with the fewest or the most microbatches. Numbers in
     between take more memory than the most."""
     counts = candidate.microbatches
-    for count in (counts[0], counts[-1]):
-        layout = candidate.with_microbatches(count)
-        if workload.memory(layout, workload.leanest(layout, cluster), cluster).fits(capacity):
-            return True
-    return False
+    return any(
+        may_fit(workload, candidate.with_microbatches(count), cluster, capacity)
+        for count in (counts[0], counts[-1])
+    )
 
 
 def _priced(
@@ -294,7 +308,7 @@ def _priced(
         # Among plans with the same time, fewer microbatches rank first.
         if bound > best.limit or bound >= best.seconds_of(layout):
             continue
-        if not workload.memory(layout, workload.leanest(layout, cluster), cluster).fits(capacity):
+        if not may_fit(workload, layout, cluster, capacity):
             continue
         enough: set[tuple[str, int]] = set()
         for choice in workload.choices(layout, cluster):

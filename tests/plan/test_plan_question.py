@@ -68,14 +68,14 @@ def test_what_cannot_be_asked(options, text):
 @pytest.mark.mesh
 def test_batches_in_tokens():
     def batch(**options):
-        return plan("llama3-8b", on="v5p-128", top=1, **options).workload.batch
+        return plan("llama3-8b", on="v5p-32", top=1, **options).workload.batch
 
     assert batch() == batch(global_batch_tokens="4M") == batch(global_batch=512) == 512
     assert batch(global_batch_tokens="4M", length=4096) == 1024
     assert batch(global_batch_tokens=2**21) == 256
     assert re.match(
         r"global_batch_tokens \(--global-batch\) is 512, less(.|\n)*\n  It counts tokens: 512",
-        refusal(ConfigError, "llama3-8b", on="v5p-128", global_batch_tokens=512),
+        refusal(ConfigError, "llama3-8b", on="v5p-32", global_batch_tokens=512),
     )
 
 
@@ -84,16 +84,16 @@ def test_what_a_workload_has_of_its_own():
     """A workload says its precision and its length; tokens of a step give it another batch."""
 
     def asked(**options):
-        return plan(workload(512), on="v5p-128", top=1, **options)
+        return plan(workload(512), on="v5p-32", top=1, **options)
 
     assert asked(global_batch_tokens="2M").workload.batch == 256
     assert asked(global_batch=256).workload.batch == 256
     assert asked().workload.batch == 512
     assert re.match(
         r"precision is f32, but TransformerWorkload is a(.|\n)*\n  Leave it out, or trace",
-        refusal(ConfigError, workload(), on="v5p-128", precision="f32"),
+        refusal(ConfigError, workload(), on="v5p-32", precision="f32"),
     )
     assert re.match(
         r"length is 64, but TransformerWorkload was traced(.|\n)*\n  Leave it out, or give a",
-        refusal(ConfigError, workload(), on="v5p-128", length=64),
+        refusal(ConfigError, workload(), on="v5p-32", length=64),
     )

@@ -142,9 +142,9 @@ class TracedWorkload:
         """Returns the only choice: the program as the model wrote it."""
         return (Choice(),)
 
-    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
+    def lean_choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the only choice."""
-        return Choice()
+        return (Choice(),)
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:
         """Returns the memory of one device at the peak of a step."""

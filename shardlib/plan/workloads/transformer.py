@@ -166,8 +166,8 @@ class TransformerWorkload:
             for policy in self._policies(cluster)
         ]
 
-    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
-        """Returns the choice with the least memory."""
+    def lean_choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
+        """Returns choices of which one takes the least memory."""
         options = self._policies(cluster)
         moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
         # Recomputation holds one more layer, which matters most with few layers. A loss in chunks
@@ -179,12 +179,11 @@ class TransformerWorkload:
         if layout.stage == 1 and self.num_layers > 1 and options[-1] != "none":
             # A last layer that keeps everything is in no loop, and may hold less than in one.
             policies.append((options[-1], self.num_layers - 1))
-        leanest = (
+        return [
             Choice(policy, layers=layers, moments=moments, loss_chunks=count)
             for policy, layers in policies
             for count in self.loss_chunks
-        )
-        return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
+        ]
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:
         """Returns the memory of one device at the peak."""
