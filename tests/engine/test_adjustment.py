@@ -129,6 +129,7 @@ def test_malformed_grammars_and_unknown_tokens_are_refused(served, speaking):
     assert engine.stats().num_waiting == 0
 
 
+@pytest.mark.mesh
 def test_a_grammar_that_fails_ends_its_own_request(speaking):
     engine = Engine(speaking, context=128)
     other = engine.submit("abc", max_tokens=8)

@@ -319,6 +319,7 @@ def test_equal_bits_are_not_promised_in_16_bits(served):
         Engine(wrong, context=64, deterministic=True)
 
 
+@pytest.mark.mesh
 def test_weights_and_cache_in_8_bits(served):
     exact = Engine(served, slots=4, context=64)
     small = Engine(served, slots=4, context=64, weights="int8", cache="int8", deterministic=True)

@@ -49,6 +49,7 @@ def test_answers_are_those_of_one_device(served, mesh, groups):
     assert stats.num_compiled <= 3
 
 
+@pytest.mark.mesh
 def test_groups_work_side_by_side(served):
     """Each group reads its own rows and pages, and no key crosses to another group."""
     engine = Engine(on("data=4"), context=64, slots=8, chunk=64)

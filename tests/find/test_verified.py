@@ -32,6 +32,7 @@ def test_predictions_and_the_compiled_step_are_told_side_by_side():
         assert part in text
 
 
+@pytest.mark.mesh
 def test_what_fails_is_forbidden():
     """The next answer lays out at least a quarter of the classes otherwise, and costs more."""
     options = {key: value for key, value in OPTIONS.items() if key != "small"}

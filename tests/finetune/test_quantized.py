@@ -59,6 +59,7 @@ def test_kernels_are_close_and_small(kind):
     assert 0 < distance < 10 * ERRORS[kind]
 
 
+@pytest.mark.mesh
 def test_nf4_takes_the_nearest_level():
     model = base()
     kernel = model.layers.mlp.up.kernel[...]

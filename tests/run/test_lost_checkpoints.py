@@ -28,6 +28,7 @@ def contents(run_dir):
     return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
+@pytest.mark.mesh
 def test_events_record_what_is_saved(finished):
     saved = [event["step"] for event in read_events(finished.run_dir) if event["kind"] == "saved"]
     # The first may be complete only when the last is on its way.

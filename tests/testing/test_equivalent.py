@@ -232,6 +232,7 @@ def test_a_model_as_written_for_one_device():
     assert {c.num_compared for c in report.comparisons} == {4 * (1 + 2 * 3) + 2 + 3}
 
 
+@pytest.mark.mesh
 def test_a_mean_of_the_rows_of_one_device():
     meshes = ["fsdp=8", "data=2,fsdp=4"]
     assert failure(Centred, meshes=meshes, steps=1, optimizer=optax.sgd(0.1)) == [
