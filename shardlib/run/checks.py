@@ -19,7 +19,7 @@ from shardlib.errors import (
     require,
 )
 from shardlib.log.loggers import logger_class
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import MeshConfig, mesh_sizes
 from shardlib.optim.build import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, RulesConfig, Section, preset
@@ -65,7 +65,10 @@ def check_config(
 
 def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
     def check_scope() -> None:
-        scope = make_scope()
+        try:
+            scope = make_scope()
+        except MeshError as error:
+            raise MeshError("\n  ".join([str(error), *_misspelt_axes(config)])) from None
         _check_idle(config, scope)
         _check_groups(config, scope)
         check_batch(config, scope)
@@ -78,6 +81,13 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
             check()
         except ShardlibError as error:
             yield error
+
+
+def _misspelt_axes(config: RunConfig) -> list[str]:
+    """Returns a line for each axis of the mesh whose name resembles an axis of the rules."""
+    names = [name for name in MeshConfig.parse(config.mesh).names if name not in STANDARD_AXES]
+    hints = {name: did_you_mean(name, STANDARD_AXES) for name in names}
+    return [f"The rules name no axis {name!r}.{hint}" for name, hint in hints.items() if hint]
 
 
 def expected_spec(config: RunConfig) -> DataSpec:

@@ -35,6 +35,7 @@ FAILURE = 1
     ("overrides", "error", "parts"),
     [
         (("optimizer.lr=1",), "ConfigError", ("optimizer.lr=1: ", "Did you mean 'learning_rate'?")),
+        (("mesh=fspd=3",), "MeshError", ("needs 3 devices but 8", "Did you mean 'fsdp'?")),
         (("mesh=fsdp8",), "ConfigError", ("mesh 'fsdp8' cannot be read", "Did you mean 'fsdp=8'")),
         (
             ("mesh=data=3,fsdp=2",),
