@@ -18,6 +18,7 @@ from shardlib.engine.by_rows import by_rows
 from shardlib.engine.embedding import embeddings
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
+from shardlib.engine.room import check_room
 from shardlib.engine.sampling import Drawn, Settings, draw
 from shardlib.engine.scheduler import EngineStep, GroupStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
@@ -92,21 +93,30 @@ class EnginePrograms:
         """Steps that have been traced, and so compiled."""
 
     def initial(self, params: nnx.State) -> DeviceState:
-        """Returns an empty cache."""
+        """Returns an empty cache.
 
-        state = jax.jit(self._empty)(params)
+        Raises:
+            DoesNotFitError: If the devices lack the memory.
+        """
+        state, made = self._abstract_state(params)
+        check_room(state, self._sizes)
         # Bound to their devices, as the states that steps return.
-        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+        return jax.device_put(made(params), jax.tree.map(lambda x: x.sharding, state))
 
     def abstract_state(self, params: Any) -> DeviceState:
         """Returns the shapes and shardings of an empty cache, for parameters that may be
         abstract."""
+        return self._abstract_state(params)[0]
+
+    def _abstract_state(self, params: Any) -> tuple[DeviceState, jax.stages.Compiled]:
         lowered = jax.jit(self._empty).lower(params)
-        return jax.tree.map(
+        compiled = lowered.compile()
+        state = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             lowered.out_info,
-            lowered.compile().output_shardings,
+            compiled.output_shardings,
         )
+        return state, compiled
 
     def _empty(self, params: nnx.State) -> DeviceState:
         model, sizes = nnx.merge(self._graphdef, params), self._sizes

@@ -1,6 +1,7 @@
 """Answers of the engine: those of the model alone, with the same bits in any company."""
 
 import dataclasses
+import re
 import threading
 
 import jax
@@ -12,7 +13,8 @@ from small_decoder import VOCAB, made
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine, Sampling
-from shardlib.errors import ModelError
+from shardlib.errors import DoesNotFitError, ModelError
+from shardlib.hardware.free_memory import free_bytes
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import generate
 from shardlib_models.transformer_attention import Context
@@ -438,3 +440,18 @@ def test_all_programs_are_compiled_before_a_request(served):
     engine.generate(asked, max_tokens=3, logit_bias={1: 1.0})
     engine.generate([[1]], max_tokens=3)
     assert engine.stats().num_compiled == compiled == 6
+
+
+def test_a_cache_beyond_the_free_memory_is_refused_before_it_is_made(served):
+    free = free_bytes(jax.devices()[:1])
+    assert free is not None
+    page = 2 * 2 * 2 * 16 * 16 * 4  # Keys and values, layers, heads, positions, dims, bytes.
+    pages = 2 * free // page
+    with pytest.raises(
+        DoesNotFitError, match=r"the cache needs .* GiB on a device for 3"
+    ) as refused:
+        Engine(served, slots=3, pages=pages)
+    assert refused.value.needed_bytes == pytest.approx(page * pages, rel=1e-3)
+    fix = re.search(r"\n  Give at most (\d+) pages", str(refused.value))
+    assert int(fix[1]) == pytest.approx(pages / 2, rel=0.2)
+    assert "cache='int8'" in str(refused.value)
