@@ -91,15 +91,19 @@ class EnginePrograms:
         self._run = jax.jit(self._step, donate_argnums=1)
         self.num_traced = 0
         """Steps that have been traced, and so compiled."""
+        self._had_room = False
 
     def initial(self, params: nnx.State) -> DeviceState:
         """Returns an empty cache.
 
         Raises:
-            DoesNotFitError: If the devices lack the memory.
+            DoesNotFitError: If the devices lack the memory for the first one. The memory of one
+                that was dropped may not count as free yet.
         """
         state, made = self._abstract_state(params)
-        check_room(state, self._sizes)
+        if not self._had_room:
+            check_room(state, self._sizes)
+            self._had_room = True
         # Bound to their devices, as the states that steps return.
         return jax.device_put(made(params), jax.tree.map(lambda x: x.sharding, state))
 
