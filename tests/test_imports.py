@@ -26,7 +26,7 @@ PACKAGES = [
 FLOOR = {name: floor for floor, names in enumerate(PACKAGES) for name in names}
 # Imported where they are used only: slow, or absent where the sharding core must still run.
 NOT_AT_IMPORT = ("grain", "typer", "tokenizers", "orbax.checkpoint")
-NOT_AT_IMPORT += ("tensorboardX", "wandb", "mlflow")
+NOT_AT_IMPORT += ("tensorboardX", "wandb", "mlflow", "scipy")
 
 
 def name_of(file: Path) -> str:
@@ -272,7 +272,7 @@ import sys
 import flax, jax, optax
 from flax import nnx
 before = set(sys.modules)
-import shardlib, shardlib.mesh, shardlib.runtime.distributed
+import shardlib, shardlib.mesh, shardlib.run.config, shardlib.runtime.distributed
 heavy = [name for name in {NOT_AT_IMPORT!r} if name in sys.modules and name not in before]
 assert not heavy, heavy
 # JAX refuses this once a backend is up.

@@ -6,8 +6,6 @@ from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 Part = Literal["products", "parameters", "activations", "passes", "rules"]
 """The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
@@ -50,6 +48,10 @@ class IntegerProgram:
         self, seconds: float, ones: Collection[int] = (), zeros: Collection[int] = ()
     ) -> Optimum:
         """Minimises the costs, within a time limit in seconds, with some variables at 1 or 0."""
+        # Their import takes a third of a second, for which every run would wait.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
         entries = [(i, col, v) for i, (terms, *_) in enumerate(self._rows) for col, v in terms]
         at, cols, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_matrix((values, (at, cols)), shape=(len(self._rows), len(self.costs)))

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import scipy.optimize
 
 from shardlib.cost.machine.kernels import matmul
 from shardlib.cost.machine.measured import Line, MatmulFit, Timed
@@ -66,6 +65,7 @@ def _fitted(
     """Returns the least-squares fit of the logarithms and its median relative error, with a weak
     pull towards the start. Residuals beyond `_FAR` pull no harder than a residual of `_FAR` (Huber
     1964)."""
+    import scipy.optimize
 
     def misses(at: np.ndarray) -> np.ndarray:
         pull = math.sqrt(_PULL) * (at - logs)
