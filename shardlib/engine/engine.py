@@ -1,11 +1,10 @@
 """Answers to many prompts at once, from one model on one mesh."""
 
 import collections
-import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,20 +23,12 @@ from shardlib.engine.arguments import (
     token_ids,
 )
 from shardlib.engine.grammars import GrammarReader
-from shardlib.engine.programs import (
-    Arranger,
-    DeviceState,
-    EnginePrograms,
-    StepResult,
-    num_groups,
-)
-from shardlib.engine.requests import Completion, FinishReason, Sampling, Token
-from shardlib.engine.sampling import Drawn
+from shardlib.engine.open_requests import InFlight, OpenRequests
+from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms, num_groups
+from shardlib.engine.requests import Completion, FinishReason, Sampling
 from shardlib.engine.scheduler import (
-    DecodeRow,
     EngineStep,
     GroupStep,
-    Lane,
     Scheduler,
     SequenceState,
 )
@@ -139,9 +130,9 @@ class Engine:
         self._params = placed(params, self._shardings)
         self._state: DeviceState = self._programs.initial(self._params)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
-        self._requests: dict[SequenceState, Request] = {}
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._counts = collections.Counter[str]()
+        self._open = OpenRequests(self.scheduler, sizes)
+        self._in_flight: collections.deque[InFlight] = collections.deque()
+        self._num_steps = 0
         self.version = 0
         """The version of the parameters; see `update`."""
 
@@ -225,17 +216,13 @@ class Engine:
             ModelError: If it does not fit into the cache even alone.
         """
         with self._lock:
-            self.scheduler.add(request.sequence)
-            self._requests[request.sequence] = request
-            self._counts["prompt"] += len(request.sequence.prompt)
+            self._open.add(request)
         return request
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """Ends an answer as it is; its slot and pages are free for the next step."""
         with self._lock:
-            if not request.finished:
-                self.scheduler.end(request.sequence)
-                self._finish(request, reason)
+            self._open.end(request, reason)
 
     def step(self) -> bool:
         """Runs one step, and reads the tokens of the last one; returns whether work is left.
@@ -248,9 +235,8 @@ class Engine:
             try:
                 return self._step()
             except Exception as error:
-                suspect = self.scheduler.suspect
-                if suspect is not None and (request := self._requests.get(suspect)) is not None:
-                    self._fail(request, error)
+                if self.scheduler.suspect is not None:
+                    self._open.fail(self.scheduler.suspect, error)
                 self._restart(is_careful=True)
                 raise
             except BaseException:
@@ -258,19 +244,19 @@ class Engine:
                 raise
 
     def _step(self) -> bool:
-        self._expire()
+        self._open.expire()
         planned, added = self.scheduler.plan(), {}
         if planned is not None:
             added = self._added(planned)
             arrays = self._arranger.arrays(planned, added)
             self._state, result = self._programs.run(self._params, self._state, arrays)
-            self._in_flight.append(_InFlight(planned, result, self.version))
-            self._counts["steps"] += 1
+            self._in_flight.append(InFlight(planned, result, self.version))
+            self._num_steps += 1
         # What is added to the logits of the next token depends on this one.
         is_ahead = self._overlap and not added and not self.scheduler.is_careful
         keep = 1 if is_ahead and planned is not None else 0
         while len(self._in_flight) > keep:
-            self._read(self._in_flight.popleft())
+            self._open.read(self._in_flight.popleft())
         return self.busy
 
     @property
@@ -383,151 +369,42 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns what the engine holds and has done."""
         with self._lock:
-            scheduler, pools = self.scheduler, self.scheduler.pools
+            scheduler, pools, counts = self.scheduler, self.scheduler.pools, self._open.counts
             return EngineStats(
                 num_waiting=len(scheduler.waiting),
                 num_running=len(scheduler.running),
                 pages=sum(pool.num_pages - 1 for pool in pools),
                 pages_used=sum(pool.num_used for pool in pools),
                 pages_idle=sum(pool.num_idle for pool in pools),
-                num_steps=self._counts["steps"],
+                num_steps=self._num_steps,
                 num_preemptions=scheduler.num_preemptions,
-                prompt_tokens=self._counts["prompt"],
-                cached_tokens=self._counts["cached"],
-                answer_tokens=self._counts["answer"],
-                guessed_tokens=self._counts["guessed"],
-                right_tokens=self._counts["right"],
+                prompt_tokens=counts["prompt"],
+                cached_tokens=counts["cached"],
+                answer_tokens=counts["answer"],
+                guessed_tokens=counts["guessed"],
+                right_tokens=counts["right"],
                 num_compiled=self._programs.num_traced,
             )
 
     def _added(self, step: EngineStep) -> dict[SequenceState, np.ndarray]:
         """Returns what is added to the logits of sequences; ends those whose grammar fails."""
         added = {}
-        for _, work in self._drawing(step):
+        for _, work in self._open.drawing(step):
             sequence = work.sequence
             if sequence.adjustment is not None:
                 try:
                     added[sequence] = sequence.adjustment.row(sequence.out)
                 except Exception as error:
-                    self._fail(self._requests[sequence], error)
+                    self._open.fail(sequence, error)
         return added
-
-    def _read(self, in_flight: "_InFlight") -> None:
-        """Records the tokens of a step."""
-        step, result, version = in_flight
-        if step.scores:
-            self._record_prompts(step, jax.device_get(result.scores))
-        drawn = jax.device_get(result.drawn)
-        drawing = list(self._drawing(step))
-        if any(work.sequence.sampling.embedding for _, work in drawing):
-            self._record_embeddings(drawing, jax.device_get(result.embeddings))
-        for (group, first), work in drawing:
-            count = 1
-            if isinstance(work, Lane) and work.guessed:
-                count += self._checked(work, drawn.tokens[group, first:])
-            for row in range(first, first + count):
-                self._record(work.sequence, drawn, (group, row), version)
-
-    def _drawing(self, step: EngineStep) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
-        return step.drawing(self._sizes.slots, self._sizes.draws_a_lane)
-
-    def _checked(self, lane: Lane, drawn: np.ndarray) -> int:
-        """Returns how many guesses of a lane are the tokens that were drawn."""
-        wrong = (number for number, one in enumerate(lane.guessed) if one != drawn[number])
-        num_right = next(wrong, len(lane.guessed))
-        self.scheduler.checked(lane, num_right)
-        self._counts.update(guessed=len(lane.guessed), right=num_right)
-        return num_right
-
-    def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
-        """Records the log probabilities of prompts, which come before the last answer."""
-        lanes = (
-            (group, number, lane)
-            for group, part in enumerate(step.groups)
-            for number, lane in enumerate(part.lanes)
-        )
-        for group, number, lane in lanes:
-            request = self._requests.get(lane.sequence)
-            if not lane.scores or request is None:
-                continue
-            count = len(lane.sequence.prompt) - lane.start - 1
-            for offset in range(min(len(lane.tokens), count)):
-                row = group, self._sizes.slots + number * self._sizes.lane + offset
-                token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
-                request.prompt_tokens[lane.start + offset + 1] = token
-
-    def _record_embeddings(
-        self, drawing: list[tuple[tuple[int, int], DecodeRow | Lane]], vectors: np.ndarray
-    ) -> None:
-        for row, work in drawing:
-            request = self._requests.get(work.sequence)
-            # The first token follows the prompt, of which this is the last row.
-            if request is not None and work.sequence.sampling.embedding and not request.tokens:
-                request.embedding = vectors[row].copy()
-
-    def _record(
-        self, sequence: SequenceState, drawn: Drawn, row: tuple[int, int], version: int
-    ) -> None:
-        request = self._requests.get(sequence)
-        token = int(drawn.tokens[row])
-        self.scheduler.drawn(sequence, token)
-        if request is None:
-            return
-        if request.first_token_at is None:
-            request.first_token_at = time.monotonic()
-        if token in sequence.stops:
-            self._finish(request, "stop")
-            return
-        try:
-            is_stopped = request.stream is not None and request.stream.add(token)
-        except Exception as error:
-            self._fail(request, error)
-            return
-        scored = _token(drawn, row, token, sequence.sampling)
-        request.tokens.append(dataclasses.replace(scored, version=version))
-        # The token of a request for its embedding alone is nobody's.
-        is_embedding = sequence.sampling.embedding and sequence.max_tokens == 1
-        self._counts["answer"] += not is_embedding
-        if is_stopped:
-            self.scheduler.end(sequence)
-            self._finish(request, "stop")
-        elif sequence.ended:
-            self._finish(request, "length")
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        del self._requests[request.sequence]
-        self._counts["cached"] += request.sequence.num_cached or 0
-        try:
-            if request.stream is not None and request.error is None:
-                request.stream.finish()
-        except Exception as error:
-            request.error, reason = error, "error"
-        finally:
-            request.finish_reason, request.finished_at = reason, time.monotonic()
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Ends an answer by an error that is its own."""
-        request.error = error
-        self.scheduler.end(request.sequence)
-        self._finish(request, "error")
 
     def _restart(self, *, is_careful: bool) -> None:
         """Drops a step that failed: the cache may be lost, and the schedule half made."""
         self._in_flight.clear()
-        for request in list(self._requests.values()):
-            request.sequence.out = [token.id for token in request.tokens]
-            if len(request.tokens) == request.sequence.max_tokens:
-                self._finish(request, "length")
-        self.scheduler.restart(self._requests, is_careful=is_careful)
+        self._open.restart(is_careful=is_careful)
         # The old cache first, or two of them would have to fit.
         jax.tree.map(lambda x: x.delete(), self._state)
         self._state = self._programs.initial(self._params)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        late = [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]
-        for request in late:
-            self.cancel(request, "deadline")
 
     def _adjustment(self, sampling: Sampling) -> Adjustment | None:
         if not sampling.adjusts:
@@ -565,14 +442,6 @@ class Engine:
         return self.tokenizer.decode(list(tokens))
 
 
-class _InFlight(NamedTuple):
-    """A step that runs, and the version of its parameters."""
-
-    step: EngineStep
-    result: StepResult
-    version: int
-
-
 def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Scheduler:
     return Scheduler(
         num_groups=sizes.groups,
@@ -584,11 +453,3 @@ def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Sche
         share_prefixes=share_prefixes,
         num_guesses=sizes.num_guesses,
     )
-
-
-def _token(drawn: Drawn, row: tuple[int, int], token: int, sampling: Sampling) -> Token:
-    """Returns the token of a row with its log probabilities."""
-    count = sampling.logprobs or 0
-    top = zip(drawn.top_tokens[row][:count], drawn.top_logprobs[row][:count], strict=True)
-    pairs = tuple((int(token), float(logprob)) for token, logprob in top)
-    return Token(token, float(drawn.logprobs[row]), pairs)

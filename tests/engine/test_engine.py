@@ -257,7 +257,7 @@ def test_answers_go_on_after_a_step_that_failed(engine, monkeypatch):
     settings = {"max_tokens": 8, "temperature": 1.0}
     right = [answer.ids for answer in engine.generate(asked, **settings)]
     requests = [engine.submit(prompt, **settings) for prompt in asked]
-    places = [(engine._programs, "run"), (engine, "_read"), (engine._arranger, "arrays")]
+    places = [(engine._programs, "run"), (engine._open, "read"), (engine._arranger, "arrays")]
     for place, name in places:
         engine.step()
         with monkeypatch.context() as patched:

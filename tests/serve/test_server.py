@@ -430,5 +430,5 @@ def test_a_thousand_disconnects_leave_nothing():
         assert stats.num_steps > 100
         assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
         assert not service.thread._answers
-        assert not service.thread._engine._requests
+        assert not service.thread._engine._open.by_sequence
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
