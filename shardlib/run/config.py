@@ -228,6 +228,7 @@ _MAY_CHANGE = (
     "train.sample_temperature",
     "train.tensorboard",
     "train.loggers",
+    "train.profile",
     "train.cpu_devices",
     "train.compilation_cache",
     "mesh",

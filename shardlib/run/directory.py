@@ -43,6 +43,7 @@ class RunDirectory:
         events.jsonl     one object per event of the run, from `start` to `end`
         tensorboard/     event files, if enabled
         wandb/           files of Weights & Biases, if enabled
+        profile/         profiles of steps, if enabled
         checkpoints/     one directory per step
         stacks-process<i>.txt  stacks of process i when the watchdog last found it hung
 

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from shardlib.checkpoint import Manifest, RunCheckpoints
 from shardlib.data import MapSource, Prefetcher
+from shardlib.log.step_profile import StepProfiler
 from shardlib.paths import path_string
 from shardlib.run.directory import RunDirectory
 from shardlib.run.initial import start_state
@@ -118,6 +119,8 @@ class Attempt:
         state = self._begun_at(restored)
         if restored is not None:
             self._tell_batch(restored[0])
+        where = self.directory.path / "profile"
+        self._profiler = StepProfiler(self.config.train.profile, where, int(state.step))
         return state
 
     def _begun_at(self, restored: tuple[Manifest, _State] | None) -> _State:
@@ -185,7 +188,10 @@ class Attempt:
                 clock=self.clock,
                 is_compiled=is_compiled,
             )
-            return loop.run(state, self.config.train.steps)
+            try:
+                return loop.run(state, self.config.train.steps)
+            finally:
+                self._end_profile()
 
     def _saw(self, record: StepRecord) -> None:
         self._latest = {"loss": record.metrics["loss"]}
@@ -215,17 +221,20 @@ class Attempt:
         if self.after_step is not None and (reason := self.after_step(step)):
             self.stop.request(reason)
         self._report_progress()
+        is_profile_due = self._profiler.is_due(step)
         return (
             self._is_stopped()
             or step == self.config.train.steps
             or self._policy.rewind is not None
             or self._is_save_put_off
+            or is_profile_due
             or self.checkpoints.is_due(step)
             or _every(step, self.config.eval.every_steps)
             or _every(step, self.config.train.sample_every)
         )
 
     def _finish_step(self, step: int, state: _State) -> bool:
+        self._end_profile(step)
         is_last = step == self.config.train.steps
         # A checkpoint between refused updates would be useless for a rewind.
         is_asked = self._is_save_put_off or self.checkpoints.is_due(step)
@@ -246,7 +255,14 @@ class Attempt:
             self._save(step, state, evaluated)
         if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
             self._sample(step, state)
+        self._profiler.start(step)
         return True
+
+    def _end_profile(self, step: int | None = None) -> None:
+        if steps := self._profiler.end(step):
+            first, last = steps[0], steps[-1]
+            text = f"steps {first} to {last} are profiled in {self._profiler.directory}"
+            self.log.event("profiled", text, steps=[first, last])
 
     def _evaluate(self, step: int, state: _State, source: MapSource) -> dict[str, float]:
         with (

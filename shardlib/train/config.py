@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from shardlib.config import ImportPath, configclass
 from shardlib.log.loggers import unknown_loggers
+from shardlib.log.step_profile import ProfileConfig
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd.outer import LocalSGDConfig
 from shardlib.train.pipeline.config import PipelineConfig
@@ -69,6 +70,8 @@ class TrainConfig:
     loggers: tuple[str, ...] = ()
     """Receivers of the metrics, in addition to metrics.jsonl: tensorboard, wandb, mlflow (extras of
     these names), or a class of your own, as package.module:Name."""
+    profile: ProfileConfig | None = None
+    """Steps that are profiled into `profile` in the run's directory. Null: none."""
     cpu_devices: int | None = None
     """Virtual CPU devices over all processes, without an accelerator. Unset: the value of
     JAX_NUM_CPU_DEVICES, or one per process."""

@@ -100,7 +100,10 @@ class Loop:
         blocks = must_block()
         self._timer = StepTimer()
         for number in range(start + 1, steps + 1):
-            state, metrics = self.step(state, self._next_batch())
+            batch = self._next_batch()
+            # Profilers take their steps from these.
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, metrics = self.step(state, batch)
             if blocks:
                 jax.block_until_ready(metrics)
             self._flush()
