@@ -119,7 +119,7 @@ ON_MESHES = [
 
 
 @pytest.mark.mesh
-@pytest.mark.rest("soak", keep=len(FAMILIES))
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(("name", "mesh"), ON_MESHES)
 def test_losses_on_meshes_are_those_of_one_device(name, mesh):
     with jax.default_matmul_precision("highest"):

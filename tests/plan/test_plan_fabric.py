@@ -164,6 +164,7 @@ def test_hosts_of_unknown_networks_are_refused():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("cluster", ["256x8xh100", "512x8xh100"])
 def test_tensor_stays_within_the_nvlink_domain(cluster):
     """As published trainings of 70B models have it."""

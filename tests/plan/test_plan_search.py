@@ -119,15 +119,15 @@ def fewest(job, policy, layout, cluster):
 
 
 @pytest.mark.mesh
-@pytest.mark.rest("soak", keep=5)
+@pytest.mark.rest("soak", keep=3)
 @pytest.mark.parametrize(
     ("model", "name", "memory", "batch"),
     [
         (DENSE, "8xh100", 80, 32),
-        (DENSE, "2xv5e-4", 3.0, 16),
-        (DENSE, "6xh100", 5, 12),
-        (dataclasses.replace(DENSE, layers=15), "4xh100", 6, 16),
         (ROUTED, "4xa100-80", 6, 16),
+        (DENSE, "6xh100", 5, 12),
+        (DENSE, "2xv5e-4", 3.0, 16),
+        (dataclasses.replace(DENSE, layers=15), "4xh100", 6, 16),
         (ROUTED, "v6e-8", 4.5, 8),
         (DENSE, "8xh100", 4.5, 32),
         (DENSE, "v5p-16", 3.2, 16),
