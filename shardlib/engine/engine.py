@@ -121,7 +121,6 @@ class Engine:
         self.tokenizer: TextTokenizer | None = servable.tokenizer
         self._ends = servable.end_tokens
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
-        self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
         if deterministic:
@@ -129,6 +128,7 @@ class Engine:
         self._shardings = shardings_of(params, servable.scope)
         self._params = placed(params, self._shardings)
         self._state: DeviceState = self._programs.initial(self._params)
+        self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._open = OpenRequests(self.scheduler, sizes)
         self._in_flight: collections.deque[InFlight] = collections.deque()
