@@ -18,7 +18,7 @@ from shardlib.engine.by_rows import by_rows
 from shardlib.engine.embedding import embeddings
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
-from shardlib.engine.room import check_room
+from shardlib.engine.room import check_room, least_free
 from shardlib.engine.sampling import Drawn, Settings, draw
 from shardlib.engine.scheduler import EngineStep, GroupStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
@@ -102,7 +102,7 @@ class EnginePrograms:
         """
         state, made = self._abstract_state(params)
         if not self._had_room:
-            check_room(state, self._sizes)
+            check_room(state, self._sizes, least_free(state.tokens.sharding))
             self._had_room = True
         # Bound to their devices, as the states that steps return.
         return jax.device_put(made(params), jax.tree.map(lambda x: x.sharding, state))

@@ -4,6 +4,8 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from shardlib.engine.sizes import EngineSizes
 from shardlib.errors import DoesNotFitError
@@ -14,34 +16,41 @@ _SCALES = 1.25
 """Bytes of a number in 8 bits with its part of a scale in float32, which at least 16 share."""
 
 
-def check_room(state: Any, sizes: EngineSizes) -> None:
+def check_room(state: Any, sizes: EngineSizes, free: float) -> None:
     """Raises `DoesNotFitError` if an empty cache does not fit the free memory of a device.
 
     Args:
         state: The cache, as `ShapeDtypeStruct`s with shardings.
         sizes: The sizes that it was made for.
+        free: The free bytes of each device.
     """
     leaves = jax.tree.leaves(state)
-    mine = sorted(leaves[0].sharding.addressable_devices, key=lambda device: device.id)
-    free = free_bytes(mine)
     needed = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    if free is None or needed <= free:
+    if needed <= free:
         return
-    slots = sizes.slots * sizes.groups
-    pages = int(sizes.num_pages * free / needed)
-    tokens = pages * sizes.page_size
-    fixes = (
-        [f"  Give at most {pages * sizes.groups} pages, which all requests share."]
-        if pages > 1
-        else []
-    )
-    if tokens // sizes.slots >= sizes.page_size:
-        fixes.append(f"  Give a context of at most {tokens // sizes.slots:,} tokens.")
+    # One page more is in the cache, which nothing reads.
+    pages = max(int(sizes.num_pages * free / needed) - 1, 0)
+    context = pages // sizes.slots * sizes.page_size
+    fixes = []
+    if pages >= sizes.pages_a_row:
+        fixes.append(f"  Give at most {pages * sizes.groups} pages, which all requests share.")
+    if context and sizes.num_pages == 1 + sizes.slots * sizes.pages_a_row:
+        fixes.append(f"  Give a context of at most {context:,} tokens.")
     if sizes.cache is None and needed / leaves[0].dtype.itemsize * _SCALES <= free:
         fixes.append("  Keep keys and values in 8 bits: cache='int8' (--cache int8).")
     raise DoesNotFitError(
-        f"the cache needs {gib(needed)} on a device for {slots} requests at once of "
-        f"{sizes.context:,} tokens, and {mine[0]} has {gib(free)} free.\n"
+        f"the cache needs {gib(needed)} on a device for {sizes.slots * sizes.groups} requests at "
+        f"once of {sizes.context:,} tokens, but {gib(free)} are free.\n"
         + "\n".join(fixes or ["  Serve it on more devices."]),
         needed,
     )
+
+
+def least_free(sharding: jax.sharding.Sharding) -> float:
+    """Returns the free bytes of the device with the least, the same in every process; infinity if
+    they are unknown."""
+    free = free_bytes(list(sharding.addressable_devices))
+    least = math.inf if free is None else float(free)
+    if sharding.is_fully_addressable:
+        return least
+    return float(np.min(multihost_utils.process_allgather(np.float32(least))))

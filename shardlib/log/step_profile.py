@@ -27,23 +27,25 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Starts and ends the profile of a run between two steps. Only the first process writes one.
+    """Starts and ends the profile of a run between two steps.
 
     Args:
         config: Which steps; None for no profile.
         directory: The directory of the profile, below which XLA writes
             `plugins/profile/TIME/HOST.xplane.pb`.
         step: The step from which the run goes on.
+        writes: Whether this process writes it. All processes keep the same account, or one would
+            stop between two steps where the others go on.
     """
 
-    def __init__(self, config: ProfileConfig | None, directory: Path, step: int):
+    def __init__(self, config: ProfileConfig | None, directory: Path, step: int, *, writes: bool):
         self.directory = directory
         self.steps = range(0) if config is None else range(config.steps)
-        """The steps of the profile; empty for none, or once it is written."""
+        """The steps of the profile; empty for none, or once it has ended."""
         if config is not None:
             first = step + config.skip + 1
             self.steps = range(first, first + config.steps)
-        self._is_open, self._newest = False, step
+        self._is_open, self._newest, self._writes = False, step, writes
 
     def is_due(self, step: int) -> bool:
         """Returns whether the profile starts or ends after a step. Call it for each step."""
@@ -52,19 +54,21 @@ class StepProfiler:
 
     def start(self, step: int) -> None:
         """Starts the profile if its first step is the next one."""
-        if self.steps and step + 1 == self.steps[0] and jax.process_index() == 0:
-            options = jax.profiler.ProfileOptions()
-            # Records of every Python call would slow down what is measured.
-            options.python_tracer_level = 0
-            jax.profiler.start_trace(self.directory, profiler_options=options)
+        if self.steps and step + 1 == self.steps[0]:
             self._is_open = True
+            if self._writes:
+                options = jax.profiler.ProfileOptions()
+                # Records of every Python call would slow down what is measured.
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(self.directory, profiler_options=options)
 
     def end(self, step: int | None = None) -> range:
-        """Writes the profile after its last step, or at once if `step` is None; returns its steps,
-        or none if nothing was written."""
+        """Ends the profile after its last step, or at once if `step` is None; returns its steps, or
+        none if there was no profile to end."""
         if not self._is_open or step not in (None, self.steps[-1]):
             return range(0)
-        jax.profiler.stop_trace()
         steps = range(self.steps[0], self._newest + 1)
         self._is_open, self.steps = False, range(0)
+        if self._writes:
+            jax.profiler.stop_trace()
         return steps

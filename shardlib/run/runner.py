@@ -120,7 +120,9 @@ class Attempt:
         if restored is not None:
             self._tell_batch(restored[0])
         where = self.directory.path / "profile"
-        self._profiler = StepProfiler(self.config.train.profile, where, int(state.step))
+        self._profiler = StepProfiler(
+            self.config.train.profile, where, int(state.step), writes=jax.process_index() == 0
+        )
         return state
 
     def _begun_at(self, restored: tuple[Manifest, _State] | None) -> _State:
@@ -171,6 +173,8 @@ class Attempt:
             state = self._loop(state, is_compiled=is_compiled)
             is_compiled = True
             is_over = self._stopping or self._policy.rewind is None
+        if left := self._profiler.steps:
+            self.log.notice(f"no step is profiled: the profile would have begun at step {left[0]}")
         self._save_at_last(int(state.step), state)
         return state
 

@@ -13,6 +13,8 @@ from small_decoder import VOCAB, made
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine, Sampling
+from shardlib.engine.room import check_room
+from shardlib.engine.sizes import engine_sizes
 from shardlib.errors import DoesNotFitError, ModelError
 from shardlib.hardware.free_memory import free_bytes
 from shardlib_models.moe import MoEConfig
@@ -455,3 +457,27 @@ def test_a_cache_beyond_the_free_memory_is_refused_before_it_is_made(served):
     fix = re.search(r"\n  Give at most (\d+) pages", str(refused.value))
     assert int(fix[1]) == pytest.approx(pages / 2, rel=0.2)
     assert "cache='int8'" in str(refused.value)
+    # The context does not set the size of the cache, if the pages are given.
+    assert "context of" not in str(refused.value)
+
+
+@pytest.mark.parametrize("free", [40_000, 300_000, 1_000_000])
+def test_the_fixes_for_a_cache_that_does_not_fit_fit(free):
+    def checked(**options):
+        sizes = engine_sizes(
+            **{"slots": 3, "context": 4000, "pages": None, "page_size": 16} | options,
+            chunk=64, lane=16, max_length=None, deterministic=False,
+        )  # fmt: skip
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        cache = jax.ShapeDtypeStruct((sizes.num_pages, 16, 4, 8), np.float32, sharding=place)
+        check_room([cache], sizes, free)
+
+    with pytest.raises(DoesNotFitError) as refused:
+        checked()
+    pages = re.search(r"at most (\d+) pages", str(refused.value))
+    context = re.search(r"context of at most ([\d,]+) tokens", str(refused.value))
+    # Fewer pages than one request may take would be refused.
+    assert bool(pages) == (free == 1_000_000)
+    if pages:
+        checked(pages=int(pages[1]))
+    checked(context=int(context[1].replace(",", "")))

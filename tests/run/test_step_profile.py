@@ -5,6 +5,7 @@ import pytest
 
 from shardlib import run
 from shardlib.log.events import read_events
+from shardlib.log.step_profile import ProfileConfig, StepProfiler
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0", "checkpoint.enabled=false")
 
@@ -38,3 +39,28 @@ def test_a_stop_within_a_profile_writes_it(lab, tmp_path):
     run.train(config, after_step=lambda step: "enough" if step == 12 else None)
     assert recorded(run_dir) == [[11, 12]]
     assert profiled_steps(run_dir) == [11, 12]
+
+
+@pytest.mark.mesh
+def test_a_run_that_ends_before_its_profile_says_so(lab, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run.train(lab.config(run_dir, "train.steps=3", "train.profile.steps=1", *QUIET))
+    assert recorded(run_dir) == []
+    assert "no step is profiled: the profile would have begun at step 11" in capsys.readouterr().out
+
+
+def test_processes_stop_for_the_same_steps_after_a_rewind(tmp_path):
+    def stops(*, writes):
+        profiler = StepProfiler(ProfileConfig(skip=2, steps=3), tmp_path, 0, writes=writes)
+        due = []
+        for step in (1, 2, 3, 4, 1, 2, 3, 4, 5, 6):  # A rewind in the middle of the profile.
+            if step == 1:
+                profiler.end()
+            due.append(profiler.is_due(step))
+            if due[-1]:
+                profiler.end(step)
+                profiler.start(step)
+        return due
+
+    assert stops(writes=True) == stops(writes=False)
+    assert sum(stops(writes=False)) == 1
