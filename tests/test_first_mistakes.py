@@ -63,7 +63,7 @@ def swapped(batch, model):
             lambda: sl.make_train_step(swapped),
             ModelError,
             "the loss function swapped takes (batch, model), but is called as loss_fn(model, batch)"
-            ".\n  Swap the two parameters.",
+            ".\n  Let its first two parameters be the model and the batch.",
         ),
         (
             lambda: sl.evaluate(sl.make_train_step(loss), None, [{"x": X}]),

@@ -91,7 +91,7 @@ class EnginePrograms:
         self._run = jax.jit(self._step, donate_argnums=1)
         self.num_traced = 0
         """Steps that have been traced, and so compiled."""
-        self._had_room = False
+        self._new_state: jax.stages.Compiled | None = None
 
     def initial(self, params: nnx.State) -> DeviceState:
         """Returns an empty cache.
@@ -100,12 +100,12 @@ class EnginePrograms:
             DoesNotFitError: If the devices lack the memory for the first one. The memory of one
                 that was dropped may not count as free yet.
         """
-        state, made = self._abstract_state(params)
-        if not self._had_room:
+        if self._new_state is None:
+            state, made = self._abstract_state(params)
             check_room(state, self._sizes, least_free(state.tokens.sharding))
-            self._had_room = True
+            self._new_state = made
         # Bound to their devices, as the states that steps return.
-        return jax.device_put(made(params), jax.tree.map(lambda x: x.sharding, state))
+        return jax.device_put(self._new_state(params), self._new_state.output_shardings)
 
     def abstract_state(self, params: Any) -> DeviceState:
         """Returns the shapes and shardings of an empty cache, for parameters that may be

@@ -52,7 +52,7 @@ def _check_order(loss_fn: LossFn) -> None:
     if names[:1] == ["batch"] or names[1:] == ["model"]:
         raise ModelError(
             f"the loss function {_name(loss_fn)} takes ({', '.join(names)}), but is called as "
-            "loss_fn(model, batch).\n  Swap the two parameters."
+            "loss_fn(model, batch).\n  Let its first two parameters be the model and the batch."
         )
 
 

@@ -59,7 +59,9 @@ def sized(size: str, name: str | None = None) -> dict[str, Any]:
     known = {key: found for key, found in sizes().items() if name in (None, found[0])}
     key = size.strip().lower().replace("_", "-")
     if key not in known:
-        fix = f" Write model.name={size}." if size in families() else did_you_mean(key, known)
+        fix = f" Write model.name={size}." if size in families() else ""
+        fix = fix or did_you_mean(key, known)
+        fix = fix or did_you_mean(size, families() if name is None else ())
         fix = fix or f" Known: {', '.join(known) or 'none'}."
         raise ConfigError(f"model: no published size is called {size!r}.{fix}")
     chosen, fields = known[key]

@@ -109,6 +109,7 @@ WRONG = {
         "model: {name: resnet, size: gpt2}",
         r"no published size is called 'gpt2'\. Known: none",
     ),
+    "a misspelt family": ("model: resnt", r"'resnt'\. Did you mean 'resnet'\?"),
     "a family": ("model: resnet", r"'resnet'\. Write model.name=resnet\."),
     "two sources": ("model: {size: gpt2, init_from: FOLDER}", r"size and init_from .* give one"),
     "keys that contradict": (
