@@ -386,7 +386,7 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
 
 
 @pytest.mark.rest("mesh")
-@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("", 160)])
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("", 160), ("0", 160)])
 def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
     shardlib, tiny, monkeypatch, columns, widest
 ):

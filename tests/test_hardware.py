@@ -14,6 +14,7 @@ from shardlib.hardware import (
     parse_cluster,
     parse_mixed,
 )
+from shardlib.hardware.free_memory import left_by_limit
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -282,3 +283,13 @@ def test_the_gpu_at_hand_is_known():
     chip = chip_for(jax.devices()[0])
     assert chip is not None
     assert chip.kind == "gpu"
+
+
+def test_cached_files_do_not_count_against_the_limit_of_a_container(tmp_path):
+    assert left_by_limit(tmp_path) is None
+    files = {"max": "1000\n", "current": "700\n", "stat": "anon 350\nfile 300\nshmem 100\n"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert left_by_limit(tmp_path) == 1000 - (700 - (300 - 100))
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_by_limit(tmp_path) is None

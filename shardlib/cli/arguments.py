@@ -212,7 +212,8 @@ def console() -> "Console":
     from rich.console import Console
 
     # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.
-    is_known = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))
+    columns = os.environ.get("COLUMNS")
+    is_known = columns != "0" and (sys.stdout.isatty() or bool(columns))
     return Console(width=None if is_known else 160)
 
 

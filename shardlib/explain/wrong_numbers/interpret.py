@@ -363,8 +363,8 @@ def is_manual(instruction: Instruction) -> bool:
 
 
 def _is_zero(instruction: Instruction, operands: list[SpmdValue]) -> bool:
-    """Whether a result is zero, or NaN where another operand is not finite or zero: a sum that
-    counts it several times is right."""
+    """Whether a result is zero wherever it is not NaN (0 times infinity, 0 / 0): a sum that counts
+    it several times is right."""
     zeros = [operand.is_zero for operand in operands]
     if instruction.opcode == "divide":
         return zeros[0]
