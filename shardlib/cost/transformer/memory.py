@@ -12,7 +12,7 @@ ZeRO (Rajbhandari et al. 2020, section 5).
 
 import dataclasses
 
-from shardlib.cost.costs import RUNTIME_BYTES, Memory, peak
+from shardlib.cost.costs import RUNTIME_BYTES, Memory, peak, usable
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.transformer import communication, computation, program_memory
 from shardlib.cost.transformer.program_memory import Phase
@@ -57,9 +57,15 @@ def peak_memory(
 
     limit = capacity(cluster.chip)
     if device.last_alone and cluster.platform == "tpu" and limit is not None:
-        late = at_peak(base["activations"] + program_memory.late_gradients(device))
+        waiting = base["activations"] + program_memory.late_gradients(device)
+        late = at_peak(waiting)
         if late.fits(limit.usable_bytes):
             return late
+        if job.remat.kept or job.remat.offloaded:
+            # XLA then delays a part: about half of what there is room for, in compiled programs.
+            early = at_peak(recomputing)
+            room = min(late.total, usable(limit.usable_bytes)) - early.total
+            return early.with_more("activations", max(room, 0.0) / 2)
     return at_peak(recomputing)
 
 
@@ -72,7 +78,7 @@ def _through_the_step(
 ) -> tuple[Phase, float]:
     """Returns the bytes alive in every phase: state, runtime, and activations for the backward
     pass. Also returns the part of the activations that layers under the remat policy keep."""
-    job, layout = device.job, device.layout
+    job, layout, software = device.job, device.layout, device.software
     optimizer = held.trained(job).total / layout.fsdp
     optimizer /= layout.data * layout.expert if layout.shard_optimizer else 1
     kept, others, host = _activations(device, cluster, dropout=dropout)
@@ -81,16 +87,18 @@ def _through_the_step(
     if device.reruns:
         cut = layout.tensor if layout.sequence_parallel else 1
         inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
+    # GPUs fetch what the next layer needs from the host while they compute one.
+    fetched = device.tokens * host if cluster.platform == "gpu" and software.keeps_traced else 0.0
     moments = optimizer * job.moment_bytes
     away = moments if layout.offload_optimizer else 0.0
     base = {
         "params": _param_bytes(device, cluster, held, optimizer),
         "optimizer": moments - away,
-        "activations": waiting * (kept + others) + inputs,
+        "activations": waiting * (kept + others) + inputs + fetched,
         "runtime": RUNTIME_BYTES[cluster.platform],
         "host": waiting * host + away,
     }
-    return base, waiting * kept
+    return base, waiting * kept + fetched
 
 
 def _published_phases(
