@@ -59,7 +59,8 @@ def test_a_piece_of_the_state_is_on_the_device_at_its_update():
     """Where nothing else is held, the update is the peak: whole gradients and a piece."""
     job = dataclasses.replace(JOB, batch=8, length=512, remat=FULL)
     held = memory(job, parse_cluster("8xh100"), fsdp=8, offload_optimizer=True, microbatches=1)
-    assert held.activations == 0
+    # The inputs of one layer are on their way back.
+    assert held.activations == held.host / 32
     # An eighth, and one parameter at most: gate, up and down of all layers are 1.9 G each.
     largest = 32 * 4096 * 14336 / LLAMA.num_params
     assert held.optimizer == pytest.approx(2 * held.host * (1 / 8 + largest), rel=0.01)
