@@ -83,8 +83,9 @@ def test_what_is_offloaded_leaves_the_device():
         for remat in (kept, away)
     )
     assert on.host == 0
-    assert off.activations == 0
     assert off.host == on.activations
+    # What one layer needs is on its way back.
+    assert off.activations == off.host / JOB.model.layers
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "tensor", "stage", "context", "data"])
