@@ -48,6 +48,6 @@ def test_refusals_leave_nothing(finished, tmp_path, capsys):
     assert run_cli(run_dir, "--out", tmp_path / "out", "--architecture", "LlamaForCausalML") == 2
     assert "Did you mean 'LlamaForCausalLM'?" in capsys.readouterr().err
     assert run_cli(tmp_path / "absent", "--out", tmp_path / "out") == 2
-    assert run_cli(run_dir, "--out", run_dir) == 1
+    assert run_cli(run_dir, "--out", run_dir) == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -66,7 +66,7 @@ def test_groups_of_several_devices_are_timed():
 
 def test_rows_and_repeats_are_checked():
     state, step = start("data=2", 2), sl.make_train_step(slow_loss)
-    with pytest.raises(ModelError, match="whose first dim 2 microbatches over all groups do not"):
+    with pytest.raises(ModelError, match="cannot be divided into 2 microbatches"):
         measure_groups(step, state, {"x": np.ones((3, 4), np.float32)})
     with pytest.raises(ModelError, match=r"repeats=0 is not positive.\n  Use 3"):
         measure_groups(step, state, {"x": np.ones((4, 4), np.float32)}, repeats=0)
