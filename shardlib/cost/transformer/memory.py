@@ -143,10 +143,13 @@ def _activations(
     kept = host = others = 0.0
     if share > 0:
         kept, host = layer_activations(job, layout, software, dropout=dropout, padding=padding)
-    if share < 1 and software.keeps_traced and not device.last_alone:
+    # On GPUs a single layer of experts keeps the arrays of all of its products, as in a loop.
+    routed = job.model.experts is not None and job.model.routed_layers > 0
+    fuses = device.last_alone and not (routed and cluster.platform == "gpu")
+    if share < 1 and software.keeps_traced and not fuses:
         others = program_memory.traced(device, cluster, dropout=dropout)
     elif share < 1:
-        fused = {"elementwise"} if device.last_alone and software.keeps_traced else set[str]()
+        fused = {"elementwise"} if software.keeps_traced else set[str]()
         everything = dataclasses.replace(job, remat=Remat(NONE.kept - fused))
         others, _ = layer_activations(
             everything, layout, software, dropout=dropout, padding=padding
