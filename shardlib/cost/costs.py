@@ -170,10 +170,6 @@ class Memory:
         fits."""
         return self.total - usable(capacity_bytes)
 
-    def with_more(self, category: str, more_bytes: float) -> "Memory":
-        """Returns it with more bytes of a category."""
-        return dataclasses.replace(self, **{category: getattr(self, category) + more_bytes})
-
 
 def usable(capacity_bytes: float) -> float:
     """Returns the bytes of a device's memory that allocators can use."""

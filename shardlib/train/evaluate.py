@@ -169,7 +169,7 @@ def evaluate(
     Raises:
         ModelError: If the step trains, or the loss returns arrays, which do not reduce to one
             number, and no score takes them.
-        DataError: If there is no batch, or `batches` is one.
+        DataError: If there are no batches, or `batches` is a single batch.
     """
     _check_arguments(step, batches)
     totals: dict[str, Aggregate] | None = None

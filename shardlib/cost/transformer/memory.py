@@ -57,15 +57,14 @@ def peak_memory(
 
     limit = capacity(cluster.chip)
     if device.last_alone and cluster.platform == "tpu" and limit is not None:
-        waiting = base["activations"] + program_memory.late_gradients(device)
-        late = at_peak(waiting)
+        late = at_peak(base["activations"] + program_memory.late_gradients(device))
         if late.fits(limit.usable_bytes):
             return late
         if job.remat.kept or job.remat.offloaded:
             # XLA then delays a part: about half of what there is room for, in compiled programs.
             early = at_peak(recomputing)
-            room = min(late.total, usable(limit.usable_bytes)) - early.total
-            return early.with_more("activations", max(room, 0.0) / 2)
+            room = max(min(late.total, usable(limit.usable_bytes)) - early.total, 0.0)
+            return dataclasses.replace(early, activations=early.activations + room / 2)
     return at_peak(recomputing)
 
 
