@@ -313,8 +313,8 @@ def _priced(
         enough: set[tuple[str, int]] = set()
         for choice in workload.choices(layout, cluster):
             alike = choice.moments, choice.loss_chunks
-            # If everything can be kept, recomputation is unnecessary.
-            if alike in enough:
+            # If everything can be kept, no range of layers must recompute.
+            if alike in enough and choice.layers is not None:
                 continue
             chosen = least_layers(workload, layout, choice, cluster, capacity)
             if chosen is None:

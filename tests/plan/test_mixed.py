@@ -203,7 +203,7 @@ def test_why_not_a_mesh():
 
     best = str(found.best.layout)
     assert why(best) == f"{best}: this is the plan"
-    other = found.why_not("data=3,fsdp=8")
+    other = found.why_not("data=6,fsdp=4")
     assert other.slower is not None
     assert other.reasons == (
         f"{other.slower:.1%} slower ({duration(other.plan.seconds)} against "

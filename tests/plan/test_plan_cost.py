@@ -42,7 +42,7 @@ def test_parts_add_up_and_name_the_bottleneck():
 
 def test_recomputation_costs_a_third_of_the_layers_work():
     kept, again = (
-        step_time(dataclasses.replace(JOB, remat=remat), Layout(fsdp=64), CLUSTER)
+        step_time(dataclasses.replace(JOB, remat=remat), Layout(fsdp=64), CLUSTER, Software())
         for remat in (NONE, FULL_EAGER)
     )
     work = kept.matmul + kept.attention + kept.elementwise

@@ -90,20 +90,17 @@ def tried_everything(workload, cluster):
         for moments, chunks in itertools.product(workload.moments, workload.loss_chunks):
             bytes_of = {"loss_chunks": chunks, "moment_bytes": 8 if moments == "float32" else 6}
             for policy in workload.policies:
-                chosen = fewest(dataclasses.replace(job, **bytes_of), policy, layout, cluster)
-                if chosen is None:
-                    continue
-                seconds = step_time(chosen, layout, cluster).total
-                seconds *= 1.02 if moments == "bfloat16" else 1
-                mesh = layout.sizes
-                best[mesh] = min(best.get(mesh, math.inf), seconds)
-                if policy == "none":
-                    break  # To compute anything again is not the plan.
+                base = dataclasses.replace(job, **bytes_of)
+                for chosen in fitting(base, policy, layout, cluster):
+                    seconds = step_time(chosen, layout, cluster).total
+                    seconds *= 1.02 if moments == "bfloat16" else 1
+                    mesh = layout.sizes
+                    best[mesh] = min(best.get(mesh, math.inf), seconds)
     return sorted(best.values())
 
 
-def fewest(job, policy, layout, cluster):
-    """The job with the fewest layers under a policy that fit; None where no number does."""
+def fitting(job, policy, layout, cluster):
+    """The job with each number of layers under a policy that fits."""
     remat, most = POLICIES[policy], job.model.layers
     if policy == "dots" and job.model.experts:
         remat = Remat(frozenset(("qkv", "out", "router", "shared_up", "shared_down")))
@@ -113,9 +110,8 @@ def fewest(job, policy, layout, cluster):
     for layers in [None] if whole else range(pieces, most + 1, pieces):
         chosen = dataclasses.replace(job, remat=remat, remat_layers=layers)
         held = peak_memory(chosen, layout, cluster, SHARDLIB)
-        if held.fits(capacity):
-            return chosen if held.host <= capacity else None
-    return None
+        if held.fits(capacity) and held.host <= capacity:
+            yield chosen
 
 
 @pytest.mark.mesh

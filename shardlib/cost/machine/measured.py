@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.cost.layout import Software
+from shardlib.cost.machine.constants import family_of
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import Cluster
 
@@ -173,13 +174,16 @@ def check_known(cluster: Cluster) -> None:
 
 
 def software_on(cluster: Cluster, software: Software, *, context: int = 1) -> Software:
-    """Returns software as it runs on a cluster. On virtual CPU devices attention is not fused,
-    except for the ring over a `context` axis, and idle stages of a pipeline compute results that
-    are discarded."""
-    if cluster.platform != "cpu":
-        return software
-    attention = "unfused" if context == 1 else "flash"
-    return dataclasses.replace(software, attention=attention, skip_idle=False)
+    """Returns software as it runs on a cluster. shardlib's attention on Hopper is cuDNN's, except
+    for the ring over a `context` axis. On virtual CPU devices attention is not fused, except for
+    the same ring, and idle stages of a pipeline compute results that are discarded."""
+    if cluster.platform == "cpu":
+        attention = "unfused" if context == 1 else "flash"
+        return dataclasses.replace(software, attention=attention, skip_idle=False)
+    hopper = cluster.chip is not None and family_of(cluster.chip) == "hopper"
+    if hopper and context == 1 and software.keeps_traced and software.attention == "flash":
+        return dataclasses.replace(software, attention="cudnn")
+    return software
 
 
 def save(calibration: Calibration, path: Path) -> None:

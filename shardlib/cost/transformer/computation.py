@@ -43,8 +43,8 @@ _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
 _GATED_PASSES = {"compiled": (3, 5), "kernels": (3, 5), "eager": (5, 9)}
 _PLAIN_PASSES = {"compiled": (2, 3), "kernels": (2, 3), "eager": (2, 3)}
 _LOGIT_BYTES = {"compiled": 14, "kernels": 28, "eager": 32}
-_FIRST_FLASH = 1.7
-"""Time of `flash1` kernels relative to `flash` kernels."""
+_FLASH_TIMES = {"flash1": 1.7, "flash": 1.0, "cudnn": 1 / 1.6}
+"""Time of the kernels of attention relative to `flash`; see `Software.attention`."""
 OFFLOADED_PIECES = 8
 """Pieces of an offloaded optimizer state, updated one by one; see `shardlib.train.offload`."""
 _LAUNCHES = {"compiled": 0, "kernels": 8, "eager": 20}
@@ -244,8 +244,8 @@ def _attention(device: Device, *, backward: bool) -> FusedAttention | UnfusedAtt
     # Blocks on the diagonal are computed whole.
     flops *= 1 + (device.block / job.length if job.causal else 0)
     flops *= device.sequences * heads / (model.heads * model.layers)
-    flops *= _FIRST_FLASH if device.software.attention == "flash1" else 1
     exponentials = flops / (2 * (model.score_dim + model.value_dim))
+    flops *= _FLASH_TIMES[device.software.attention]
     return FusedAttention(flops, model.score_dim, exponentials, backward)
 
 

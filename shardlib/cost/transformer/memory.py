@@ -130,6 +130,17 @@ def _recomputed(device: computation.Device) -> float:
     return everything if host or some or job.remat_share * kept < everything else 0.0
 
 
+def kept_per_layer(device: computation.Device, cluster: Cluster) -> float:
+    """Returns the bytes per token that a loop over layers keeps on the device for the backward
+    pass, averaged over the layers."""
+    job = device.job
+    share = 0.0 if job.remat == NONE else job.remat_share
+    kept, _ = layer_activations(
+        job, device.layout, device.software, padding=program_memory.padding(job, cluster)
+    )
+    return share * kept + (1 - share) * program_memory.traced(device, cluster, dropout=False)
+
+
 def _activations(
     device: computation.Device, cluster: Cluster, *, dropout: bool
 ) -> tuple[float, float, float]:

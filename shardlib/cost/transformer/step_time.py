@@ -15,10 +15,11 @@ from shardlib.cost.workload import Job
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 
-_STACK_PASSES = 5
-"""Memory passes over what a loop over layers keeps, in programs of XLA for CPUs. The stack of all
-layers is filled with zeros, the result of a layer is read and written into it, and the backward
-pass reads and writes it once more. Read from compiled steps."""
+_STACK_PASSES = {"cpu": 5, "gpu": 3, "tpu": 0}
+"""Memory passes over what a loop over layers keeps, beyond those of the operations that make and
+read it, in programs of XLA. The stack of all layers is filled with zeros, and the result of a layer
+is read and written into it; CPUs read and write it once more in the backward pass, where GPUs and
+TPUs read the stack in place. TPUs also make the result in place. Read from compiled steps."""
 _WEIGHT_PASSES = 7
 """Memory passes over the weights of layers in these programs. Each pass over the layers takes them
 from their stack (read, write), and a stack of gradients is filled with zeros and then with the
@@ -60,9 +61,9 @@ def step_time(
     return pricing.step_time(costs(job, machine), machine)
 
 
-def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Costs:
-    """Returns the costs of a step of one device. `own_memory` counts the traffic of CPU devices
-    that receive and copy memory."""
+def costs(job: Job, machine: pricing.Machine, *, keeping: bool = True) -> Costs:
+    """Returns the costs of a step of one device. `keeping` counts the memory traffic that depends
+    on what is kept: into and out of stacks, and of memory that CPU devices receive."""
     layout, cluster = machine.layout, machine.cluster
     device = computation.Device(job, layout, machine.software, machine.rates.block)
     layers, routed = job.model.layers / layout.stage, job.model.routed_layers / layout.stage
@@ -71,11 +72,13 @@ def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Cos
         work += computation.layers(device, routed=False, count=layers - routed)
     if routed:
         work += computation.layers(device, routed=True, count=routed)
+    if keeping and stacks(cluster, machine.software):
+        work.append(_stacked(device, cluster, layers))
     weights = communication.local_weights(device)
     share = layout.fsdp * (layout.data * layout.expert if layout.shard_optimizer else 1)
     updated = weights.trained(job).total / share
     update = computation.optimizer(device, updated)
-    if own_memory and cluster.platform == "cpu":
+    if keeping and cluster.platform == "cpu":
         update.append(_own_memory(device, cluster, weights))
     each, once = communication.replica_sums(device, weights)
     once += communication.orthogonalize(device)
@@ -107,6 +110,18 @@ def _offloaded(device: computation.Device, layers: float) -> float:
     return host * job.remat_share * layers * device.tokens
 
 
+def stacks(cluster: Cluster, software: Software) -> bool:
+    """Returns whether what layers keep is copied into a stack, so that recomputing may be faster
+    than keeping."""
+    return cluster.platform == "gpu" and software.keeps_traced
+
+
+def _stacked(device: computation.Device, cluster: Cluster, layers: float) -> Work:
+    """Returns the traffic between the loop over layers and the stack of what it keeps."""
+    kept = memory.kept_per_layer(device, cluster) * device.tokens * layers
+    return Work("forward", "elementwise", Stream(_STACK_PASSES[cluster.platform] * kept))
+
+
 def _own_memory(
     device: computation.Device, cluster: Cluster, weights: communication.LocalWeights
 ) -> Work:
@@ -115,6 +130,6 @@ def _own_memory(
     held = memory.peak_memory(device.job, device.layout, cluster, device.software)
     allocated = held.total - held.params - held.optimizer - held.runtime
     turns = device.layout.microbatches * device.layout.chunks
-    copied = _STACK_PASSES * held.activations * turns
+    copied = _STACK_PASSES[cluster.platform] * held.activations * turns
     copied += _WEIGHT_PASSES * (weights.dense + weights.routed) * device.job.compute_bytes * turns
     return Work("forward", "elementwise", Stream(copied, fresh_bytes=allocated))

@@ -157,13 +157,23 @@ class TransformerWorkload:
         pieces = layout.stage * layout.chunks
         # Ranges of layers repeat from chunk to chunk, which therefore hold equally many.
         whole = self.num_layers % pieces > 0
+        known = self._policies(cluster)
+        policies: list[tuple[str, int | None]] = [
+            (policy, None if policy == "none" or whole else self.num_layers // pieces)
+            for policy in known
+        ]
+        if not whole and step_time.stacks(cluster, self.software):
+            # The time is linear in the number of layers: the least that fit are best, or all.
+            policies += [
+                (policy, None)
+                for policy in known
+                if policy != "none" and not POLICIES[policy].offloaded
+            ]
         return [
-            Choice(policy, moments=moments, loss_chunks=count)
-            if policy == "none" or whole
-            else Choice(policy, self.num_layers // pieces, moments, count, pieces)
+            Choice(policy, layers, moments, count, pieces if layers else 1)
             for moments in self.moments
             for count in self.loss_chunks
-            for policy in self._policies(cluster)
+            for policy, layers in policies
         ]
 
     def lean_choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
@@ -198,7 +208,7 @@ class TransformerWorkload:
     def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
         """Returns a lower bound of the seconds with any choice; see `pricing.least_time`."""
         machine = self._machine(layout, cluster)
-        costs = step_time.costs(self._lightest, machine, own_memory=False)
+        costs = step_time.costs(self._lightest, machine, keeping=False)
         return pricing.least_time(costs, machine, most_microbatches)
 
     def chosen(self, choice: Choice) -> Job:
