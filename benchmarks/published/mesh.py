@@ -39,6 +39,8 @@ _AXES = {
     "stage": "stage",
     "vp": "chunks",
 }
+MINIMAL = Remat(DOTS.kept - {"attention"})
+"""Keeps the results of weight matmuls alone (MaxText's `minimal`)."""
 _PART = re.compile(r"(fsdp|tp|ep|cp|pp|dp|context|tensor|data|expert|stage)\s*=?\s*(\d*)")
 _SAVED = {
     "query": "qkv",
@@ -172,8 +174,8 @@ def _remat(row: Mapping[str, Any]) -> Remat | None:
         ("none", NONE),
         ("full", FULL_EAGER if whole else FULL),
         ("selective", SELECTIVE if whole else EVERY_SECOND),
-        ("minimal_flash", Remat(NONE.kept - {"elementwise"})),
-        ("minimal", DOTS),
+        ("minimal_flash", DOTS),
+        ("minimal", MINIMAL),
     ):
         if text.startswith(word):
             return remat
@@ -215,7 +217,7 @@ def _fitting(
     """Returns the least recomputation, then the largest microbatches, that fit the memory."""
     assert cluster.chip is not None
     whole = FULL_EAGER if _whole(row) else FULL
-    choices = [NONE, DOTS, Remat(frozenset({"qkv", "attention"})), whole]
+    choices = [NONE, MINIMAL, Remat(frozenset({"qkv", "attention"})), whole]
     choices = [remat] if remat is not None else choices
     known = _with_microbatches(row, job, layout, [])
     per_group = max(1, round(job.batch / layout.batch_shards))

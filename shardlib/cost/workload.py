@@ -257,8 +257,8 @@ SELECTIVE = Remat(NONE.kept - {"attention"})
 """Recomputes the core of attention."""
 EVERY_SECOND = Remat(frozenset(("qkv", "attention", "down")), half=frozenset(("out", "up")))
 """Keeps attention and every second matmul (torchtitan's `selective`, by operation)."""
-DOTS = Remat(NONE.kept - {"attention", "elementwise"})
-"""Keeps the results of weight matmuls."""
+DOTS = Remat(NONE.kept - {"elementwise"})
+"""Keeps the results of weight matmuls and of fused attention."""
 
 
 @dataclasses.dataclass(frozen=True)

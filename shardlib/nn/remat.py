@@ -1,9 +1,11 @@
 """Rematerialisation policies: the values that the forward pass keeps for the backward pass.
 
 - `none` keeps everything, and nothing is recomputed.
-- `dots` keeps results of weight matmuls; norms, activations and attention are recomputed.
-- `save:a,b` keeps values tagged `a` or `b` (`tag(x, "a")`); all else is recomputed.
-- `offload:a,b` does the same, and keeps them in host memory.
+- `dots` keeps results of weight matmuls and of fused attention; norms and activations are
+  recomputed, and so are the scores of `xla` attention.
+- `save:a,b` keeps values tagged `a` or `b` (`tag(x, "a")`); all else is recomputed. Fused attention
+  tags its results `attended`.
+- `offload:a,b` does the same, and keeps them in host memory; results of cuDNN stay on the device.
 - `full` keeps the inputs of each layer, which is recomputed as a whole.
 
 The layers of a stack may have policies by range, with both ends included: `0-7:full,8-:dots`. Each
@@ -33,6 +35,11 @@ from shardlib.sharding.host_memory import DEVICE, HOST, check_host_memory
 
 SIMPLE = ("none", "dots", "full")
 _SAVE, _OFFLOAD = "save:", "offload:"
+ATTENDED = "attended"
+"""Tag of what fused attention keeps for its backward pass: its output and the sums of its
+softmax."""
+_CUDNN = "dot_product_attention_fwd"
+"""Start of the name of JAX's primitives for cuDNN's attention, whose results have no tag."""
 _RANGE = re.compile(r"(\d+)(?:(-)(\d*))?:(.+)")
 _NO_END = 10**9
 _WRITE_RANGES = "  Write ranges of layers as in 0-7:full,8-:dots, counted from 0."
@@ -78,17 +85,27 @@ def _saved(policy: str) -> Any:
         return policies.nothing_saveable
     if policy == "dots":
         return _keeps_dots
+    names = _names(policy)
     if policy.startswith(_SAVE):
-        return policies.save_only_these_names(*_names(policy))
-    scope = active()
-    mesh = scope.mesh if scope else None
-    check_host_memory(mesh, f"remat policy {policy!r}", on_absent_gpus=True)
-    return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(_names(policy)),
-        offload_src=DEVICE,
-        offload_dst=HOST,
-    )
+        named = policies.save_only_these_names(*names)
+    else:
+        scope = active()
+        mesh = scope.mesh if scope else None
+        check_host_memory(mesh, f"remat policy {policy!r}", on_absent_gpus=True)
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src=DEVICE,
+            offload_dst=HOST,
+        )
+    return _or_cudnn(named) if ATTENDED in names else named
+
+
+def _or_cudnn(named: Callable[..., Any]) -> Callable[..., Any]:
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return primitive.name.startswith(_CUDNN) or named(primitive, *avals, **params)
+
+    return keeps
 
 
 def _keeps_dots(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -96,8 +113,9 @@ def _keeps_dots(primitive: Any, *avals: Any, **params: Any) -> Any:
     policies = jax.checkpoint_policies
     if primitive.name == "dot_general" and jnp.dtype(avals[0].dtype).itemsize == 1:
         return False
-    is_result = policies.save_only_these_names(RESULT)(primitive, *avals, **params)
-    return is_result or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+    named = _or_cudnn(policies.save_only_these_names(RESULT, ATTENDED))
+    is_dot = policies.dots_with_no_batch_dims_saveable
+    return named(primitive, *avals, **params) or is_dot(primitive, *avals, **params)
 
 
 class Run(NamedTuple):

@@ -8,9 +8,10 @@ import pytest
 
 from published import Unusable, read, read_file
 from published.case import chip_of, convention_of
+from published.mesh import MINIMAL
 from published.software import software_of
 from shardlib.cost.layout import Layout
-from shardlib.cost.workload import DOTS, EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Remat
+from shardlib.cost.workload import EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Remat
 
 DIMS = {
     "d_model": 4096,
@@ -112,7 +113,7 @@ def test_a_mesh_of_another_number_of_devices():
         ("full recompute, no SP", "Megatron-LM", FULL_EAGER),
         ("selective attn recompute + sequence parallel", "Megatron-LM", SELECTIVE),
         ("selective (op)", "torchtitan", EVERY_SECOND),
-        ("minimal", "MaxText", DOTS),
+        ("minimal", "MaxText", MINIMAL),
         ("custom: layer_input,q,k,v", "MaxText", Remat(frozenset({"qkv"}))),
     ],
 )

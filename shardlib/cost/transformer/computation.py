@@ -133,7 +133,7 @@ def layers(device: Device, *, routed: bool, count: float) -> list[Work]:
         for product in job.model.matmuls(routed=routed)
     ]
     attended, attended_back = (_attention(device, backward=back) for back in (False, True))
-    kernels.append(("attention", attended, (attended_back,), job.again("attention")))
+    kernels.append(("attention", attended, (attended_back,), _attention_again(device)))
     passed, passed_back = (_elementwise(device, way, routed=routed) for way in (0, 1))
     kernels.append(("elementwise", passed, (passed_back,), job.again("elementwise")))
     work = []
@@ -143,6 +143,15 @@ def layers(device: Device, *, routed: bool, count: float) -> list[Work]:
         if again := again + device.reruns:
             work.append(Work("recompute", part, forward, count * again))
     return work
+
+
+def _attention_again(device: Device) -> float:
+    """Returns the fraction of attention that the backward pass recomputes. Attention of several
+    kernels is not kept where elementwise operations are recomputed."""
+    job = device.job
+    if device.software.attention == "unfused" and job.again("elementwise"):
+        return max(job.again("attention"), job.again("elementwise"))
+    return job.again("attention")
 
 
 def head(device: Device) -> list[Work]:

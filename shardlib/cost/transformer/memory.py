@@ -217,20 +217,23 @@ def layer_activations(
     padding: float = 1.0,
 ) -> tuple[float, float]:
     """Returns the bytes per token that a layer under `job.remat` keeps for its backward pass, on
-    the device and on the host. Queries, keys and values take `padding` times their size."""
+    the device and on the host. Queries, keys, values and attention's output take `padding` times
+    their size."""
     model, width, keeps = job.model, job.compute_bytes, job.remat.kept
+    if software.attention == "unfused" and "elementwise" not in keeps:
+        keeps -= {"attention"}
     residual = layout.tensor if layout.sequence_parallel else 1
     hidden = float(model.mlp)
     if model.experts and model.routed_layers:
         experts = model.experts
         hidden = float(experts.per_token * experts.mlp + experts.shared_mlp)
     heads = model.heads * model.value_dim
-    scores = 0.0
+    scores, sums = 0.0, 4.0 * model.heads  # The sums of the softmax in float32.
     if software.attention == "unfused":
-        scores = model.heads * job.length * (2 * width + 1)
+        scores, sums = model.heads * job.length * (2 * width + 1), 0.0
     parts = {
         "qkv": padding * computation.qkv_width(model, layout) * width,
-        "attention": (heads * width + scores) / layout.tensor,
+        "attention": (padding * heads * width + sums + scores) / layout.tensor,
         "out": model.embed * width / residual,
         "down": model.sandwich * model.embed * width / residual,  # Read by the norm after it.
         "up": (2 if model.gated else 1) * hidden * width / layout.tensor,

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, PyTree
 
 from shardlib.nn.attention.mask import Mask, Places, cut_places, places
 from shardlib.nn.attention.tiles import AnyArray, needed_tile, tile_size
-from shardlib.nn.remat import tag
+from shardlib.nn.remat import ATTENDED, tag
 
 # Far below the initial peak, so that a hidden score weighs exactly 0 even in a row without a key
 # so far.
@@ -33,9 +33,6 @@ _FIRST_PEAK = -1e30
 Segments = tuple[jax.Array | None, jax.Array | None]
 KeyGradients = tuple[jax.Array, jax.Array]
 """Gradients of keys and of values, in tiles and float32."""
-
-TAG = "attended"
-"""Name under which `remat` can save the residuals of attention."""
 
 
 class Queries(NamedTuple):
@@ -246,7 +243,7 @@ def outputs(running: Running, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [batch, length, heads, value_dim] in `dtype`, and the logarithm of each
     row's sum. Both are tagged for `remat`."""
     output, log_mass = finish(running)
-    return tag(join_queries(output).astype(dtype), TAG), tag(log_mass, TAG)
+    return tag(join_queries(output).astype(dtype), ATTENDED), tag(log_mass, ATTENDED)
 
 
 def of_sinks(cotangents: Cotangents, sinks: jax.Array | None) -> jax.Array | None:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from shardlib.nn.attention.blockwise import TAG, Segments
+from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.mask import Mask
+from shardlib.nn.remat import ATTENDED
 
 _MAX_BLOCK = 512
 
@@ -50,7 +51,7 @@ def splash(
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=mask.softcap,
-        residual_checkpoint_name=TAG,
+        residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )
     q_ids, kv_ids = segments

@@ -34,8 +34,7 @@ POLICIES: dict[str, Remat] = {
     f"offload:{_INPUT}": Remat(frozenset(), frozenset(("input",))),
 }
 """Policies of `shardlib.nn.remat` worth trying, from the least recomputation to the most; the last
-takes the least memory. All except `none` recompute the output of fused attention: its kernel keeps
-residuals for its own backward pass without a name."""
+takes the least memory. All except `none` and `dots` recompute fused attention."""
 _DENSE_DOTS = DOTS.kept - {"up", "down"}
 """Residuals that `dots` keeps in layers with routed experts, whose matmuls are of another kind."""
 _LOSS_CHUNKS = (1, 8)
