@@ -4,7 +4,8 @@ Rows of 4,096 random tokens, the same model, loss and optimizer (AdamW, paramete
 matmuls in bfloat16) for shardlib's training step, for the hand-written `plain_jax.py` and for
 `torch_llama.py` under `torch.compile` with each of PyTorch's attentions; and shardlib's step once
 more with its matmuls in fp8. Each runs in a process of its own, so that memory is released; a
-step's time is the median over windows of steps.
+step's time is the median over windows of steps. The rows of JAX keep what matmuls and attention
+give (`--remat dots`) and recompute the rest, which `torch.compile` decides by itself.
 
 MFU counts model FLOPs by the causal convention, 6 for each matmul weight and token and 12 for each
 pair of positions that causal attention needs, head and dim; recomputation does not count. It is
@@ -228,7 +229,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes |= {"vocab": 32768, "batch": 4, "length": 4096, "warmup": 5, "steps": 10, "windows": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     parser.add_argument("--jax-attention", choices=("cudnn", "xla"), default="cudnn")
     parser.add_argument("--torch-attention", default="flash,cudnn,flex", help="each is a row")
     modes = "of torch.compile: max-autotune-no-cudagraphs tries kernels for minutes"

@@ -137,10 +137,13 @@ def forward(
     def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return pin(block(config, x, layer, cos, sin, segments)), None
 
+    known = jax.checkpoint_policies
     policies = {
-        "none": jax.checkpoint_policies.everything_saveable,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "full": jax.checkpoint_policies.nothing_saveable,
+        "none": known.everything_saveable,
+        "dots": known.save_from_both_policies(
+            known.dots_with_no_batch_dims_saveable, known.save_only_these_names("attended")
+        ),
+        "full": known.nothing_saveable,
     }
     if config.remat != "none":
         body = jax.checkpoint(body, policy=policies[config.remat], prevent_cse=False)

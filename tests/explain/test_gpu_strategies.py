@@ -154,3 +154,17 @@ def test_the_kernel_is_left_to_no_partitioner(cluster, strategy, stand_ins):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert kernels(text) == expected_kernels(strategy)
     assert "CustomSPMDPartitioning" not in text
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("policy", "calls"), [("none", 1), ("dots", 1), ("save:attended", 1), ("full", 2)]
+)
+def test_policies_that_keep_attention_run_its_kernel_once(policy, calls, stand_ins):
+    config = Strategy("data=8", (f"model.remat={policy}",)).config
+    parts = setup(config, expected_spec(config), make_scope(config, stand_ins("8xh100")))
+    step, state = parts.train_step(), parts.saved_state()
+    batch = batch_spec(config.data, config.train.global_batch)
+    traced = step.program(state, batch).trace(state, batch)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@__cudnn\$fmhaScaleBiasSoftmax\(", text)) == calls

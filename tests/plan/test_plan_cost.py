@@ -10,7 +10,7 @@ from published import fit_constants, read_file
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine.constants import PRIORS, committed
 from shardlib.cost.transformer.step_time import step_time
-from shardlib.cost.workload import FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
+from shardlib.cost.workload import DOTS, FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 
@@ -49,6 +49,22 @@ def test_recomputation_costs_a_third_of_the_layers_work():
     assert kept.recompute == 0
     assert again.recompute == pytest.approx(work / 3, rel=0.15)
     assert seconds(dataclasses.replace(JOB, remat=FULL), fsdp=64) < again.total
+
+
+@pytest.mark.parametrize(
+    ("chip", "remat", "measured"),
+    [
+        ("1xh100", NONE, 0.2152),
+        ("1xh100", Remat(DOTS.kept - {"attention"}), 0.1948),
+        ("1xh200", NONE, 0.1959),
+    ],
+)
+def test_steps_measured_on_one_gpu(chip, remat, measured):
+    """`benchmarks/gpu_train.py`: keeping everything is slower than recomputing norms and
+    activations, because a loop copies all that it keeps into stacks."""
+    model = Transformer(24, 1536, 12, 4, 128, 4096, 32768)
+    job = Job(model, 4096, 4, remat=remat)
+    assert step_time(job, Layout(), parse_cluster(chip)).total == pytest.approx(measured, rel=0.1)
 
 
 def test_slower_links_smaller_batches_and_older_software_cost_more():
