@@ -327,7 +327,10 @@ def test_an_override_or_a_file_without_end():
 
 def test_a_missing_or_unreadable_file_is_named(write):
     assert config.load(Train, write("# nothing")) == Train()
-    assert faults(Root, "y.yaml") == "y.yaml: no such config file. Did you mean 'x.yaml'?"
+    pathlib.Path("vit.yaml").touch()
+    assert faults(Root, "vlt.yaml") == "vlt.yaml: no such config file. Did you mean 'vit.yaml'?"
+    # The suffix alone is no likeness.
+    assert faults(Root, "nope.yaml").startswith("nope.yaml: no such config file.\n  Give a YAML")
     assert faults(Root, ".") == ".: the config file cannot be read: Is a directory."
     pathlib.Path("latin.yaml").write_bytes(b"run_dir: \xe9")
     assert faults(Root, "latin.yaml").endswith("cannot be read: it is not UTF-8 text.")

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardlib.errors import ConfigError, did_you_mean
@@ -66,7 +67,9 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
     except FileNotFoundError:
         folder = os.path.dirname(name)
         siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        near = did_you_mean(os.path.basename(name), (n for n in siblings if n.endswith(".yaml")))
+        stem = Path(name).stem
+        alike = [n for n in siblings if n.endswith(".yaml") and did_you_mean(stem, [Path(n).stem])]
+        near = did_you_mean(os.path.basename(name), alike)
         fix = near or (
             "\n  Give a YAML file, or the directory of a run. In a YAML file, `model: llama3-8b` "
             "names a published model."

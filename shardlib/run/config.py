@@ -262,5 +262,6 @@ def check_resumable(saved: RunConfig, now: RunConfig) -> None:
         raise ConfigError(
             f"{now.run_dir} holds a run with a different config:\n  "
             + "\n  ".join(lines)
-            + "\n  Set run_dir to another directory, or give these keys their old values."
+            + "\n  Set run_dir to another directory, or give these keys their old values: "
+            f"`shardlib train {now.run_dir}` does."
         )
