@@ -56,7 +56,8 @@ def peak_memory(
         return peak(base, phases)
 
     limit = capacity(cluster.chip)
-    if device.last_alone and cluster.platform == "tpu" and limit is not None:
+    waits = device.last_alone and not job.model.routed_layers
+    if waits and cluster.platform == "tpu" and limit is not None:
         late = at_peak(base["activations"] + program_memory.late_gradients(device))
         if late.fits(limit.usable_bytes):
             return late
@@ -154,8 +155,7 @@ def _activations(
     if share > 0:
         kept, host = layer_activations(job, layout, software, dropout=dropout, padding=padding)
     # On GPUs a single layer of experts keeps the arrays of all of its products, as in a loop.
-    routed = job.model.experts is not None and job.model.routed_layers > 0
-    fuses = device.last_alone and not (routed and cluster.platform == "gpu")
+    fuses = device.last_alone and not (job.model.routed_layers and cluster.platform == "gpu")
     if share < 1 and software.keeps_traced and not fuses:
         others = program_memory.traced(device, cluster, dropout=dropout)
     elif share < 1:

@@ -80,6 +80,9 @@ def phases(
             layers["logits"] = 0.0
     share = 1 - device.job.remat_share
     whole = _layers(last, cluster, (summed, handed_on, share * stacked))
+    if device.last_alone and device.job.model.routed_layers and cluster.platform == "tpu":
+        # What a single layer of experts keeps is among what its backward pass holds at once.
+        whole["activations"] = recomputing
     return head, whole, {**layers, "activations": recomputing}
 
 
@@ -130,12 +133,10 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
 def late_gradients(device: Device) -> float:
     """Returns the bytes that a single last layer holds, besides what it keeps, until the gradients
     of its weights are computed. Programs for TPUs delay that past the layers that recompute, where
-    they fit all the same: nothing waits for these gradients."""
-    job, model, layout = device.job, device.job.model, device.layout
-    hidden = float(model.mlp)
-    if model.experts and model.routed_layers:
-        hidden = expert_rows(job, layout) * model.experts.mlp + model.experts.shared_mlp
-    hidden *= (_LATE_HIDDEN + (model.activation == "gelu_tanh")) / layout.tensor
+    they fit all the same: nothing waits for these gradients. Experts' they compute at once."""
+    job, model = device.job, device.job.model
+    late = _LATE_HIDDEN + (model.activation == "gelu_tanh")
+    hidden = late * model.mlp / device.layout.tensor
     return device.tokens * (hidden + 2 * model.embed) * job.compute_bytes
 
 
