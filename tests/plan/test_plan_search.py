@@ -103,7 +103,8 @@ def fitting(job, policy, layout, cluster):
     """The job with each number of layers under a policy that fits."""
     remat, most = POLICIES[policy], job.model.layers
     if policy == "dots" and job.model.experts:
-        remat = Remat(frozenset(("qkv", "out", "router", "shared_up", "shared_down")))
+        kept = ("qkv", "attention", "out", "router", "shared_up", "shared_down")
+        remat = Remat(frozenset(kept))
     pieces = layout.stage * layout.chunks
     capacity = capacity_bytes(cluster)
     whole = policy == "none" or most % pieces
