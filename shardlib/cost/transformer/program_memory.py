@@ -51,9 +51,10 @@ _GATED_AT_ONCE = {"tpu": 1.5}
 one of them before it is scattered."""
 _ALONE = 2
 """Further hidden vectors per row on GPUs where a device has one expert and keeps no product."""
-_ROUTED_HIDDEN = 7
-"""Hidden vectors per row of experts in the backward pass, in addition to a mask of one byte per
-element."""
+_ROUTED_AT_ONCE = {"tpu": (6, 3), "gpu": (7, 1)}
+"""Hidden vectors and vectors of residual-stream width per row of experts in the backward pass, in
+addition to a mask of one byte per hidden element. On TPUs gate, up, their product and the gradients
+of all three; the row, its gradient and the gradient of its result."""
 
 
 def phases(
@@ -230,7 +231,8 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     experts = model.experts
     rows = expert_rows(job, layout)
     shared = hidden * width * experts.shared_mlp / tensor
-    routed = (_ROUTED_HIDDEN * width + 1) * experts.mlp / tensor + width * model.embed
+    vectors, whole = _ROUTED_AT_ONCE["gpu" if on_gpu else "tpu"]
+    routed = (vectors * width + 1) * experts.mlp / tensor + whole * width * model.embed
     if on_gpu:
         # XLA multiplies all rows by each expert of a device, with rows of other experts masked.
         # Three products copy the hidden vectors for each expert, and two copy the rows.
