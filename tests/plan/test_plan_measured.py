@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from shardlib.cost.layout import Software
+from shardlib.cost.layout import SHARDLIB, Software
 from shardlib.cost.machine.fabric import links
 from shardlib.cost.machine.fitting import fit_line, fit_matmul
 from shardlib.cost.machine.kernels import matmul
@@ -195,6 +195,19 @@ def test_sums_are_not_scattered_on_cpu():
     on_gpu = calibration(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", collectives=lines)
     gpus = measured_cluster(parse_cluster("8xh100"), on_gpu)
     assert links(gpus, Layout(data=8), {})["data"].reduce_scatter(1e6) == pytest.approx(1.001e-6)
+
+
+def test_attention_on_hopper_is_that_of_cudnn():
+    def attention(on, **axes):
+        return software_on(on, SHARDLIB, **axes).attention
+
+    hopper = parse_cluster("8xh100")
+    measured = calibration(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    assert attention(hopper) == "cudnn"
+    assert attention(hopper, context=2) == "flash"
+    assert attention(measured_cluster(hopper, measured)) == "flash"
+    assert attention(parse_cluster("8xa100-80")) == "flash"
+    assert software_on(hopper, Software(attention="flash1")).attention == "flash1"
 
 
 def test_idle_stages_of_virtual_devices_compute():
