@@ -123,6 +123,11 @@ def block(
     return x + jnp.einsum("blm,me->ble", jax.nn.silu(gate) * up, mlp["down"]["kernel"])
 
 
+def _is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether results are those of cuDNN's attention, which have no name."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 def forward(
     config: PlainConfig, params: Any, batch: Any, pin: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
@@ -141,7 +146,8 @@ def forward(
     policies = {
         "none": known.everything_saveable,
         "dots": known.save_from_both_policies(
-            known.dots_with_no_batch_dims_saveable, known.save_only_these_names("attended")
+            known.dots_with_no_batch_dims_saveable,
+            known.save_from_both_policies(known.save_only_these_names("attended"), _is_cudnn),
         ),
         "full": known.nothing_saveable,
     }

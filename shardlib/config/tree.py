@@ -67,9 +67,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
     except FileNotFoundError:
         folder = os.path.dirname(name)
         siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        stem = Path(name).stem
-        alike = [n for n in siblings if n.endswith(".yaml") and did_you_mean(stem, [Path(n).stem])]
-        near = did_you_mean(os.path.basename(name), alike)
+        stems = [Path(sibling).stem for sibling in siblings if sibling.endswith(".yaml")]
+        near = did_you_mean(Path(name).stem, stems).replace("'?", ".yaml'?")
         fix = near or (
             "\n  Give a YAML file, or the directory of a run. In a YAML file, `model: llama3-8b` "
             "names a published model."

@@ -92,7 +92,7 @@ class Software:
     """Attention kernels. Fused attention never writes the scores to memory; `unfused` writes and
     reads the scores of all pairs. `flash1` stands for kernels of Dao et al. 2022, "FlashAttention";
     `flash` for kernels since Dao 2023, "FlashAttention-2", which reach 1.7 times their rate (its
-    section 4.1); `cudnn` for those of cuDNN 9 on Hopper, which reach 1.6 times the rate of `flash`
+    section 4.1); `cudnn` for cuDNN 9 on Hopper, which reaches 1.6 times the rate of `flash`
     (Shah et al. 2024, "FlashAttention-3", figures 5 and 6, heads of 128 at 4,096 positions)."""
     fusion: Literal["compiled", "kernels", "eager"] = "compiled"
     """Fusion of elementwise operations: by a compiler, partly by hand-written kernels, or none, so

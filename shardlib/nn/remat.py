@@ -46,7 +46,8 @@ _WRITE_RANGES = "  Write ranges of layers as in 0-7:full,8-:dots, counted from 0
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Names a value for `save:name` and `offload:name`; it has no effect under other policies."""
+    """Names a value for `save:name` and `offload:name`. Other policies ignore names, except that
+    `dots` keeps what is `attended`."""
     return checkpoint_name(x, name)
 
 
@@ -98,10 +99,12 @@ def _saved(policy: str) -> Any:
             offload_src=DEVICE,
             offload_dst=HOST,
         )
-    return _or_cudnn(named) if ATTENDED in names else named
+    return _also_cudnn(named) if ATTENDED in names else named
 
 
-def _or_cudnn(named: Callable[..., Any]) -> Callable[..., Any]:
+def _also_cudnn(named: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy that also keeps the results of cuDNN's attention."""
+
     def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
         return primitive.name.startswith(_CUDNN) or named(primitive, *avals, **params)
 
@@ -109,11 +112,12 @@ def _or_cudnn(named: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_dots(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """Keeps results of products in the dtype of the layer: sums of 8-bit products are wider."""
+    """Keeps what attention kernels give, and results of products in the dtype of the layer: sums of
+    8-bit products are wider."""
     policies = jax.checkpoint_policies
     if primitive.name == "dot_general" and jnp.dtype(avals[0].dtype).itemsize == 1:
         return False
-    named = _or_cudnn(policies.save_only_these_names(RESULT, ATTENDED))
+    named = _also_cudnn(policies.save_only_these_names(RESULT, ATTENDED))
     is_dot = policies.dots_with_no_batch_dims_saveable
     return named(primitive, *avals, **params) or is_dot(primitive, *avals, **params)
 

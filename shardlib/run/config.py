@@ -245,8 +245,9 @@ _MAY_CHANGE = (
 _MUST_STAY = ("train.guards.spike.metric", "train.guards.spike.window")
 
 
-def check_resumable(saved: RunConfig, now: RunConfig) -> None:
-    """Raises `ConfigError`, naming each key, when `now` does not continue `saved`."""
+def check_resumable(saved: RunConfig, now: RunConfig, *, instead: str = "") -> None:
+    """Raises `ConfigError`, naming each key, when `now` does not continue `saved`. `instead` is a
+    command that does."""
     from shardlib.config import ABSENT, diff
 
     changes = [
@@ -262,6 +263,6 @@ def check_resumable(saved: RunConfig, now: RunConfig) -> None:
         raise ConfigError(
             f"{now.run_dir} holds a run with a different config:\n  "
             + "\n  ".join(lines)
-            + "\n  Set run_dir to another directory, or give these keys their old values: "
-            f"`shardlib train {now.run_dir}` does."
+            + "\n  Set run_dir to another directory, or give these keys their old values"
+            + (f", as `{instead}` does." if instead else ".")
         )

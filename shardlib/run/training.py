@@ -87,7 +87,8 @@ def _train(
     directory.check_writable()
     saved = directory.read_config()
     if saved is not None:
-        check_resumable(saved, as_recorded(config, saved))
+        own = f"shardlib train {config.run_dir}"
+        check_resumable(saved, as_recorded(config, saved), instead=own)
     group = start_devices(config)
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
     with (

@@ -158,7 +158,11 @@ def test_the_kernel_is_left_to_no_partitioner(cluster, strategy, stand_ins):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("policy", "calls"), [("none", 1), ("dots", 1), ("save:attended", 1), ("full", 2)]
+    ("policy", "calls"),
+    [
+        *(("none", 1), ("dots", 1), ("save:attended", 1), ("offload:attended", 1)),
+        *(("save:query", 2), ("full", 2)),
+    ],
 )
 def test_policies_that_keep_attention_run_its_kernel_once(policy, calls, stand_ins):
     config = Strategy("data=8", (f"model.remat={policy}",)).config

@@ -22,6 +22,7 @@ from shardlib.cost.machine.measured import (
     software_on,
 )
 from shardlib.cost.machine.rates import rates_on
+from shardlib.cost.transformer.step_time import software_for
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Transformer, step_time
@@ -198,16 +199,23 @@ def test_sums_are_not_scattered_on_cpu():
 
 
 def test_attention_on_hopper_is_that_of_cudnn():
-    def attention(on, **axes):
-        return software_on(on, SHARDLIB, **axes).attention
-
     hopper = parse_cluster("8xh100")
     measured = calibration(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    assert attention(hopper) == "cudnn"
-    assert attention(hopper, context=2) == "flash"
+
+    job_16 = dataclasses.replace(JOB, precision="bf16", compute_bytes=2)
+
+    def attention(on=hopper, job=job_16, software=SHARDLIB, **axes):
+        return software_for(job, Layout(**axes), on, software).attention
+
+    assert attention() == "cudnn"
+    assert attention(context=2) == "flash"
     assert attention(measured_cluster(hopper, measured)) == "flash"
     assert attention(parse_cluster("8xa100-80")) == "flash"
-    assert software_on(hopper, Software(attention="flash1")).attention == "flash1"
+    assert attention(software=Software(attention="flash1")) == "flash1"
+    # What `shardlib.nn.attention` leaves to other kernels.
+    wide = dataclasses.replace(TINY, head_dim=256)
+    for job in (dataclasses.replace(job_16, model=wide), JOB):
+        assert attention(job=job) == "flash"
 
 
 def test_idle_stages_of_virtual_devices_compute():

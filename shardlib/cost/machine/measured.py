@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.cost.layout import Software
-from shardlib.cost.machine.constants import family_of
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import Cluster
 
@@ -174,19 +173,13 @@ def check_known(cluster: Cluster) -> None:
 
 
 def software_on(cluster: Cluster, software: Software, *, context: int = 1) -> Software:
-    """Returns software as it runs on a cluster. shardlib's attention on Hopper is cuDNN's, except
-    for the ring over a `context` axis; the rates of a measured cluster are for any kernel. On
-    virtual CPU devices attention is not fused, except for the same ring, and idle stages of a
-    pipeline compute results that are discarded."""
-    if cluster.platform == "cpu":
-        attention = "unfused" if context == 1 else "flash"
-        return dataclasses.replace(software, attention=attention, skip_idle=False)
-    if isinstance(cluster, MeasuredCluster) or cluster.chip is None or context > 1:
+    """Returns software as it runs on a cluster. On virtual CPU devices attention is not fused,
+    except for the ring over a `context` axis, and idle stages of a pipeline compute results that
+    are discarded."""
+    if cluster.platform != "cpu":
         return software
-    hopper = family_of(cluster.chip) == "hopper"
-    if hopper and software.keeps_traced and software.attention == "flash":
-        return dataclasses.replace(software, attention="cudnn")
-    return software
+    attention = "unfused" if context == 1 else "flash"
+    return dataclasses.replace(software, attention=attention, skip_idle=False)
 
 
 def save(calibration: Calibration, path: Path) -> None:

@@ -150,7 +150,7 @@ def _attention_again(device: Device) -> float:
     kernels is not kept where elementwise operations are recomputed."""
     job = device.job
     if device.software.attention == "unfused" and job.again("elementwise"):
-        return max(job.again("attention"), job.again("elementwise"))
+        return job.again("elementwise")
     return job.again("attention")
 
 

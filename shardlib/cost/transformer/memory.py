@@ -136,9 +136,7 @@ def kept_per_layer(device: computation.Device, cluster: Cluster) -> float:
     pass, averaged over the layers."""
     job = device.job
     share = 0.0 if job.remat == NONE else job.remat_share
-    kept, _ = layer_activations(
-        job, device.layout, device.software, padding=program_memory.padding(job, cluster)
-    )
+    kept, _ = layer_activations(job, device.layout, device.software)
     return share * kept + (1 - share) * program_memory.traced(device, cluster, dropout=False)
 
 

@@ -134,7 +134,8 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
 def late_gradients(device: Device) -> float:
     """Returns the bytes that a single last layer holds, besides what it keeps, until the gradients
     of its weights are computed. Programs for TPUs delay that past the layers that recompute, where
-    they fit all the same: nothing waits for these gradients. Experts' they compute at once."""
+    they fit all the same: nothing waits for these gradients. They compute
+    the gradients of experts at once."""
     job, model = device.job, device.job.model
     late = _LATE_HIDDEN + (model.activation == "gelu_tanh")
     hidden = late * model.mlp / device.layout.tensor
@@ -312,7 +313,7 @@ def expert_rows(job: Job, layout: Layout) -> float:
 
 
 def padding(job: Job, cluster: Cluster) -> float:
-    """Returns the memory of queries, keys and values relative to their size: their last dim is a
-    head, which is padded."""
+    """Returns the memory of queries, keys, values and attention's output relative to their size:
+    their last dim is a head, which is padded."""
     size, lanes = job.model.score_dim, _LANES.get(cluster.platform, 1)
     return math.ceil(size / lanes) * lanes / size

@@ -1,25 +1,26 @@
 """Costs of a training step from published dimensions, and its seconds."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from shardlib.cost import pricing
 from shardlib.cost.costs import Costs, StepTime, Work
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.machine import fabric
-from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.constants import committed, family_of
 from shardlib.cost.machine.kernels import Stream
-from shardlib.cost.machine.measured import check_known, software_on
+from shardlib.cost.machine.measured import MeasuredCluster, check_known, software_on
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.transformer import communication, computation, memory
 from shardlib.cost.workload import Job
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 
-_STACK_PASSES = {"cpu": 5, "gpu": 3, "tpu": 0}
-"""Memory passes over what a loop over layers keeps, beyond those of the operations that make and
+_STACK_PASSES = {"cpu": 5, "gpu": 3}
+"""Memory passes over what a loop over layers keeps, in addition to the operations that make and
 read it, in programs of XLA. The stack of all layers is filled with zeros, and the result of a layer
-is read and written into it; CPUs read and write it once more in the backward pass, where GPUs and
-TPUs read the stack in place. TPUs also make the result in place. Read from compiled steps."""
+is read and written into it; CPUs read and write it once more in the backward pass, where GPUs read
+the stack in place. TPUs make the result in place, too. Read from compiled steps."""
 _WEIGHT_PASSES = 7
 """Memory passes over the weights of layers in these programs. Each pass over the layers takes them
 from their stack (read, write), and a stack of gradients is filled with zeros and then with the
@@ -53,7 +54,7 @@ def step_time(
             f"{cluster.num_devices}.\n  Choose sizes whose product is {cluster.num_devices}."
         )
     constants = committed() if constants is None else constants
-    software = software_on(cluster, software, context=layout.context)
+    software = software_for(job, layout, cluster, software)
     rates = rates_on(cluster, job.precision, constants)
     links = fabric.links(cluster, layout, constants, single_rail=software.single_rail)
     links_of = pricing.by_axis(links, cluster)
@@ -72,7 +73,7 @@ def costs(job: Job, machine: pricing.Machine, *, keeping: bool = True) -> Costs:
         work += computation.layers(device, routed=False, count=layers - routed)
     if routed:
         work += computation.layers(device, routed=True, count=routed)
-    if keeping and stacks(cluster, machine.software):
+    if keeping and copies_into_stacks(cluster, machine.software):
         work.append(_stacked(device, cluster, layers))
     weights = communication.local_weights(device)
     share = layout.fsdp * (layout.data * layout.expert if layout.shard_optimizer else 1)
@@ -110,16 +111,34 @@ def _offloaded(device: computation.Device, layers: float) -> float:
     return host * job.remat_share * layers * device.tokens
 
 
-def stacks(cluster: Cluster, software: Software) -> bool:
-    """Returns whether what layers keep is copied into a stack, so that recomputing may be faster
-    than keeping."""
+def software_for(job: Job, layout: Layout, cluster: Cluster, software: Software) -> Software:
+    """Returns software as it runs a job on a cluster. The attention of shardlib is cuDNN's on
+    Hopper where `shardlib.nn.attention` takes it, for 16 bits and heads of up to 128 alone; of a
+    measured cluster one rate is known for all kernels. Softcaps and sinks, which cuDNN does not
+    take either, are not known here."""
+    found = software_on(cluster, software, context=layout.context)
+    model, chip = job.model, cluster.chip
+    if chip is None or family_of(chip) != "hopper" or isinstance(cluster, MeasuredCluster):
+        return found
+    known = model.score_dim == model.value_dim <= 128 and model.value_dim % 8 == 0
+    taken = known and job.compute_bytes == 2 and layout.context == 1
+    if taken and found.keeps_traced and found.attention == "flash":
+        return dataclasses.replace(found, attention="cudnn")
+    return found
+
+
+def copies_into_stacks(cluster: Cluster, software: Software) -> bool:
+    """Returns whether what layers keep is copied into stacks at a price that a search should
+    weigh against recomputation. CPU devices are left out: their cores share the memory."""
     return cluster.platform == "gpu" and software.keeps_traced
 
 
 def _stacked(device: computation.Device, cluster: Cluster, layers: float) -> Work:
-    """Returns the traffic between the loop over layers and the stack of what it keeps."""
+    """Returns the traffic between the loop over layers and the stacks of what it keeps. A chunk of
+    a pipeline that runs again fills them in that second run."""
     kept = memory.kept_per_layer(device, cluster) * device.tokens * layers
-    return Work("forward", "elementwise", Stream(_STACK_PASSES[cluster.platform] * kept))
+    moved = Stream(_STACK_PASSES[cluster.platform] * kept)
+    return Work("recompute" if device.reruns else "forward", "elementwise", moved)
 
 
 def _own_memory(

@@ -11,7 +11,6 @@ from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software, divisors
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.measured import software_on
 from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.transformer import communication, memory, step_time
 from shardlib.cost.transformer.flops import step_flops
@@ -161,8 +160,8 @@ class TransformerWorkload:
             (policy, None if policy == "none" or whole else self.num_layers // pieces)
             for policy in known
         ]
-        if not whole and step_time.stacks(cluster, self.software):
-            # The time is linear in the number of layers: the least that fit are best, or all.
+        if not whole and step_time.copies_into_stacks(cluster, self.software):
+            # The time is nearly linear in the number of layers: the least that fit, or all.
             policies += [
                 (policy, None)
                 for policy in known
@@ -246,7 +245,7 @@ class TransformerWorkload:
         return [name for name in known if has_host or not POLICIES[name].offloaded] or known
 
     def _machine(self, layout: Layout, cluster: Cluster) -> pricing.Machine:
-        software = software_on(cluster, self.software, context=layout.context)
+        software = step_time.software_for(self.job, layout, cluster, self.software)
         links_of = self._links(layout, cluster)
         return pricing.Machine(layout, software, cluster, self._rates(cluster), links_of)
 
