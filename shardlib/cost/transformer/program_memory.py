@@ -236,10 +236,11 @@ def _at_once(device: Device, cluster: Cluster) -> float:
     routed = (vectors * width + 1) * experts.mlp / tensor + whole * width * model.embed
     if on_gpu:
         # XLA multiplies all rows by each expert of a device, with rows of other experts masked.
-        # Three products copy the hidden vectors for each expert, and two copy the rows.
-        copies = experts.number / layout.expert
+        # Three products copy the hidden vectors for each expert. Two copy the rows, and three do
+        # where no devices exchange rows (read from compiled steps).
+        copies, rows_copied = experts.number / layout.expert, 2 + (layout.expert == 1)
         more = 3 * (copies - 1) if copies > 1 else _ALONE * (not job.remat.kept)
-        routed += width * (more * experts.mlp / tensor + 2 * copies * model.embed)
+        routed += width * (more * experts.mlp / tensor + rows_copied * copies * model.embed)
     return residual + attention + shared + rows * routed
 
 
