@@ -245,9 +245,9 @@ _MAY_CHANGE = (
 _MUST_STAY = ("train.guards.spike.metric", "train.guards.spike.window")
 
 
-def check_resumable(saved: RunConfig, now: RunConfig, *, instead: str = "") -> None:
-    """Raises `ConfigError`, naming each key, when `now` does not continue `saved`. `instead` is a
-    command that does."""
+def check_resumable(saved: RunConfig, now: RunConfig, *, by_command: bool = False) -> None:
+    """Raises `ConfigError`, naming each key, when `now` does not continue `saved`. `by_command`
+    says that `shardlib train` with the run directory alone would continue it."""
     from shardlib.config import ABSENT, diff
 
     changes = [
@@ -264,5 +264,5 @@ def check_resumable(saved: RunConfig, now: RunConfig, *, instead: str = "") -> N
             f"{now.run_dir} holds a run with a different config:\n  "
             + "\n  ".join(lines)
             + "\n  Set run_dir to another directory, or give these keys their old values"
-            + (f", as `{instead}` does." if instead else ".")
+            + (f", as `shardlib train {now.run_dir}` does." if by_command else ".")
         )

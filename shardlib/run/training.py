@@ -87,8 +87,7 @@ def _train(
     directory.check_writable()
     saved = directory.read_config()
     if saved is not None:
-        own = f"shardlib train {config.run_dir}"
-        check_resumable(saved, as_recorded(config, saved), instead=own)
+        check_resumable(saved, as_recorded(config, saved), by_command=True)
     group = start_devices(config)
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
     with (

@@ -46,6 +46,17 @@ def test_a_config_is_halved_as_far_as_its_mesh_allows(config):
     )
 
 
+def test_sizes_stay_divisible(config):
+    words = ["model.vocab_size=128256", "model.num_heads=24", "model.head_dim=64"]
+    words += ["model.num_kv_heads=4", "model.mlp_dim=11008"]
+    model = reduced(load_config(config, words), "data=2,tensor=4").model
+    assert (model.num_layers, model.vocab_size, model.num_heads) == (2, 4008, 12)
+    assert model.mlp_dim == 344
+    # A size that the mesh does not divide is an error of the run, also when it is halved.
+    words = ["model.vocab_size=50260"]
+    assert reduced(load_config(config, words), "tensor=8").model.vocab_size == 12565
+
+
 @pytest.mark.mesh
 def test_a_right_config_exits_0(shardlib, config):
     code, out, err = shardlib("check", config, "--mesh", "fsdp=4,tensor=2", "--json")

@@ -137,18 +137,26 @@ def reduced(config: RunConfig, mesh: str) -> RunConfig:
     """Returns a config whose model sizes are each halved as long as the config stays valid. Sizes
     stay if the family does not say what is valid.
 
-    A count of layers or heads shrinks to what the mesh divides, a width to 16 times as much.
+    A count of layers or heads shrinks to what the mesh divides, a width to 16 times as much. A size
+    that the mesh divides stays divisible: 128,256 halves to 4,008 on eight devices, not to 501.
     """
-    widest = max(MeshConfig.parse(mesh).sizes.values())
-    stages = MeshConfig.parse(mesh).sizes.get("stage", 1) * config.train.pipeline.chunks
+    sizes = MeshConfig.parse(mesh).sizes
+    widest, devices = max(sizes.values()), math.prod(sizes.values())
+    stages = sizes.get("stage", 1) * config.train.pipeline.chunks
     model = config.model
     for field in dataclasses.fields(model):
         size = getattr(model, field.name)
         if not isinstance(size, int) or isinstance(size, bool) or field.name in _KEPT:
             continue
-        counts = field.name.startswith("num_")
-        least = 2 * stages if field.name == "num_layers" else widest * (1 if counts else _SMALLEST)
+        if field.name == "num_layers":
+            least, divisor = 2 * stages, stages
+        elif field.name.startswith("num_"):
+            least, divisor = widest, widest
+        else:
+            least, divisor = widest * _SMALLEST, devices
         while size % 2 == 0 and size // 2 >= least:
+            if size % divisor == 0 and size // 2 % divisor:
+                break
             size //= 2
             smaller = dataclasses.replace(model, **{field.name: size})
             if not _is_valid(config, smaller):
