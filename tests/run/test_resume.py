@@ -169,8 +169,9 @@ def test_a_directory_of_another_config_is_refused_by_key(finished, lab, tmp_path
     run_dir = finished.copy(tmp_path / "run")
     changed = lab.config(run_dir, "seed=1", "model.num_layers=3", "train.steps=30", "mesh=data=8")
     fault = r"\n  seed: 0 in the run, 1 now\n  model.num_layers: 2 in the run, 3 now\n  Set run_dir"
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=fault) as refused:
         run.train(changed)
+    assert str(refused.value).endswith(f"old values, as `shardlib train {run_dir}` does.")
     # The checkpoint tells as well, where the config is gone.
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"model\.num_layers: 2 in the run, 3 now"):
