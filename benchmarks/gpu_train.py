@@ -205,7 +205,8 @@ def compare(flags: argparse.Namespace) -> dict[str, Any]:
             row["mfu"] = flops / row["step_seconds"] / peak if peak else None
         in_jax = not name.startswith("torch")
         xla_flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flags.xla_flags]))
-        used = {"attention": attention, "remat": flags.remat}
+        own = flags.remat if in_jax or flags.remat == "full" else "compiler"
+        used = {"attention": attention, "remat": own}
         rows[name] = row | used | {"xla_flags": (xla_flags or "none") if in_jax else "-"}
     if not any(name.startswith("torch") for name in rows):
         rows["torch"] = {"error": "absent: PyTorch is not installed"}

@@ -329,7 +329,7 @@ def test_a_missing_or_unreadable_file_is_named(write):
     assert config.load(Train, write("# nothing")) == Train()
     pathlib.Path("vit.yaml").touch()
     assert faults(Root, "vlt.yaml") == "vlt.yaml: no such config file. Did you mean 'vit.yaml'?"
-    # The suffix alone is no likeness.
+    # Two names are not alike because both end in .yaml.
     assert faults(Root, "nope.yaml").startswith("nope.yaml: no such config file.\n  Give a YAML")
     assert faults(Root, ".") == ".: the config file cannot be read: Is a directory."
     pathlib.Path("latin.yaml").write_bytes(b"run_dir: \xe9")

@@ -15,6 +15,7 @@ from shardlib.cost.transformer import communication, computation, memory
 from shardlib.cost.workload import Job
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
+from shardlib.nn.attention import resolve_backend
 
 _STACK_PASSES = {"cpu": 5, "gpu": 3}
 """Memory passes over what a loop over layers keeps, in addition to the operations that make and
@@ -113,23 +114,28 @@ def _offloaded(device: computation.Device, layers: float) -> float:
 
 def software_for(job: Job, layout: Layout, cluster: Cluster, software: Software) -> Software:
     """Returns software as it runs a job on a cluster. The attention of shardlib is cuDNN's on
-    Hopper where `shardlib.nn.attention` takes it, for 16 bits and heads of up to 128 alone; of a
-    measured cluster one rate is known for all kernels. Softcaps and sinks, which cuDNN does not
-    take either, are not known here."""
+    Hopper where `resolve_backend` takes it. A measured cluster has one rate for all kernels.
+    Softcaps and sinks of a model, which cuDNN does not take, are not known here."""
     found = software_on(cluster, software, context=layout.context)
     model, chip = job.model, cluster.chip
     if chip is None or family_of(chip) != "hopper" or isinstance(cluster, MeasuredCluster):
         return found
-    known = model.score_dim == model.value_dim <= 128 and model.value_dim % 8 == 0
-    taken = known and job.compute_bytes == 2 and layout.context == 1
-    if taken and found.keeps_traced and found.attention == "flash":
-        return dataclasses.replace(found, attention="cudnn")
-    return found
+    if layout.context > 1 or not found.keeps_traced or found.attention != "flash":
+        return found
+    kernel = resolve_backend(
+        "auto",
+        dtype="bfloat16" if job.compute_bytes == 2 else "float32",
+        head_dim=model.score_dim,
+        value_dim=model.value_dim,
+        platform="gpu",
+    )
+    return dataclasses.replace(found, attention="cudnn") if kernel.backend == "cudnn" else found
 
 
 def copies_into_stacks(cluster: Cluster, software: Software) -> bool:
     """Returns whether what layers keep is copied into stacks at a price that a search should
-    weigh against recomputation. CPU devices are left out: their cores share the memory."""
+    weigh against recomputation. CPU devices are left out, where `_own_memory` prices the copies
+    and a search stops at what fits."""
     return cluster.platform == "gpu" and software.keeps_traced
 
 
