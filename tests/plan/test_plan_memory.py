@@ -142,6 +142,42 @@ def test_gradients_of_a_single_last_layer_wait_where_they_fit():
     assert waits_not < late - 8192 * 12 * 4096 * 2 * 2
 
 
+LLAMA2_13B = Transformer(40, 5120, 40, 40, 128, 13824, 32000)
+LLAMA2_70B = Transformer(80, 8192, 64, 8, 128, 28672, 32000)
+FROM_HOST = Remat(frozenset(), frozenset({"input"}))
+KEEPS_QKV = Remat(frozenset({"qkv"}))
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "layout", "on", "compiled_gib"),
+    [
+        (LLAMA2_70B, FROM_HOST, Layout(fsdp=128), "v6e-128", 20.24),
+        (LLAMA2_70B, FROM_HOST, Layout(data=2, fsdp=64), "v6e-128", 22.98),
+        (LLAMA2_13B, FULL, Layout(fsdp=128), "v5e-128", 12.64),
+    ],
+    ids=["wait", "are_summed_over_data", "others_compute_all_again"],
+)
+def test_gradients_of_a_single_last_layer_wait_where_nothing_reads_them(
+    model, remat, layout, on, compiled_gib
+):
+    """They hold 5.1, 5.1 and 1.6 GiB while they wait. Peaks of steps that `plan_holds` compiles."""
+    job = Job(model, 4096, 512, remat=remat, remat_layers=model.layers - 1)
+    found = peak_memory(job, layout, parse_cluster(on))
+    assert found.total - found.runtime == pytest.approx(compiled_gib * 2**30, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "length", "compiled_gib"),
+    [("llama3-70b", 256, 4096, 69.45), ("llama3-8b", 512, 8192, 62.51)],
+)
+def test_logits_do_not_wait_for_a_single_last_layer_on_gpus(size, batch, length, compiled_gib):
+    """The logits hold 3.9 and 15.7 GiB. Peaks of steps that `plan_holds` compiles."""
+    model = named_model(size).model
+    job = Job(model, length, batch, remat=KEEPS_QKV, remat_layers=model.layers - 1)
+    found = peak_memory(job, Layout(fsdp=64), parse_cluster("64xh100"))
+    assert found.total - found.runtime == pytest.approx(compiled_gib * 2**30, rel=0.05)
+
+
 def test_a_single_layer_that_keeps_everything_keeps_what_its_products_read_and_give():
     job = dataclasses.replace(JOB, remat=FULL, remat_layers=LLAMA.layers - 1)
     layout, cluster, tokens = Layout(fsdp=64), parse_cluster("v5p-128"), 8192

@@ -56,16 +56,14 @@ def peak_memory(
         return peak(base, phases)
 
     limit = capacity(cluster.chip)
-    waits = device.last_alone and not job.model.routed_layers
-    if waits and cluster.platform == "tpu" and limit is not None:
+    if program_memory.delays_gradients(device, cluster) and limit is not None:
         late = at_peak(base["activations"] + program_memory.late_gradients(device))
         if late.fits(limit.usable_bytes):
             return late
-        if job.remat.kept or job.remat.offloaded:
-            # XLA then delays a part: about half of what there is room for, in compiled programs.
-            early = at_peak(recomputing)
-            room = max(min(late.total, usable(limit.usable_bytes)) - early.total, 0.0)
-            return dataclasses.replace(early, activations=early.activations + room / 2)
+        # XLA then delays a part: about half of what there is room for, in compiled programs.
+        early = at_peak(recomputing)
+        room = max(min(late.total, usable(limit.usable_bytes)) - early.total, 0.0)
+        return dataclasses.replace(early, activations=early.activations + room / 2)
     return at_peak(recomputing)
 
 

@@ -84,6 +84,10 @@ def phases(
     if device.last_alone and device.job.model.routed_layers and cluster.platform == "tpu":
         # What a single layer of experts keeps is among what its backward pass holds at once.
         whole["activations"] = recomputing
+    if device.last_alone and cluster.platform == "gpu":
+        # The gradient of the table is computed before a single layer goes backward.
+        whole["logits"] = layers["logits"] = 0.0
+        layers["recomputed"] += _left_over(device)
     return head, whole, {**layers, "activations": recomputing}
 
 
@@ -131,15 +135,34 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
     }
 
 
+def delays_gradients(device: Device, cluster: Cluster) -> bool:
+    """Returns whether a program for TPUs delays the gradients of the weights of a single last layer
+    past the layers that recompute. It does so where nothing waits for them, as a sum over `data`
+    does. It computes the gradients of experts at once, and all of them if the other layers compute
+    everything again."""
+    job, layout = device.job, device.layout
+    keeps = job.remat.kept or job.remat.offloaded
+    summed = layout.data > 1 and layout.microbatches == 1
+    dense = device.last_alone and not job.model.routed_layers
+    return dense and bool(keeps) and not summed and cluster.platform == "tpu"
+
+
 def late_gradients(device: Device) -> float:
     """Returns the bytes that a single last layer holds, besides what it keeps, until the gradients
-    of its weights are computed. Programs for TPUs delay that past the layers that recompute, where
-    they fit all the same: nothing waits for these gradients. They compute
-    the gradients of experts at once."""
+    of its weights are computed."""
     job, model = device.job, device.job.model
     late = _LATE_HIDDEN + (model.activation == "gelu_tanh")
     hidden = late * model.mlp / device.layout.tensor
     return device.tokens * (hidden + 2 * model.embed) * job.compute_bytes
+
+
+def _left_over(device: Device) -> float:
+    """Returns the bytes that a single last layer holds on GPUs while the layers that recompute go
+    backward: a hidden vector and two vectors of residual-stream width, for gradients of weights
+    that are computed last (read from compiled steps)."""
+    model = device.job.model
+    vectors = model.mlp / device.layout.tensor + 2 * model.embed
+    return device.tokens * vectors * device.job.compute_bytes
 
 
 def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
