@@ -21,7 +21,7 @@ class DataSpec:
     num_classes: int | None = None
     """Number of labels: every label is in [0, num_classes)."""
     image_shape: tuple[int, int, int] | None = None
-    """Height, width and channels of one image."""
+    """Height, width and channels of one image, or of its latents."""
     loss_mask: bool = False
     """Whether batches of text have a `loss_mask`, of the targets that the loss counts."""
     num_types: int | None = None
@@ -30,6 +30,10 @@ class DataSpec:
     """Tokens in one row of targets, where they are rows of their own."""
     end_token: int | None = None
     """Id of the token that ends each text, where a model reads a text at its end."""
+    context_dim: int | None = None
+    """Dims of the embedding of a token, where texts come as embeddings."""
+    pooled_dim: int | None = None
+    """Dims of the embedding of a whole text, where texts have one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,3 +217,44 @@ IMAGE_TEXT = BatchKind(
 )
 """Texts `tokens` and `segment_ids` (1, and 0 for padding) [batch, length] int32, and their `images`
 [batch, height, width, channels]."""
+
+NUM_SIZES = 6
+"""Sizes of an image that condition a model with pooled texts.
+
+Source: Podell et al. 2023, "SDXL", section 2.2.
+"""
+_CONTEXT_DIM = 16
+
+
+def _reduced_latents(data: DataSpec, model: Any) -> DataSpec:
+    shape = _reduced_images(data, model).image_shape
+    assert shape is not None
+    channels = getattr(model, "channels", None) or shape[2]
+    return DataSpec(
+        sequence_length=min(data.sequence_length or _LENGTH, _LENGTH),
+        image_shape=(*shape[:2], channels),
+        context_dim=getattr(model, "context_dim", None) or data.context_dim or _CONTEXT_DIM,
+        pooled_dim=getattr(model, "pooled_dim", None),
+    )
+
+
+def _latents(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    assert data.image_shape is not None
+    assert data.sequence_length is not None
+    assert data.context_dim is not None
+    texts = rows, data.sequence_length, data.context_dim
+    batch = {
+        "latents": random.standard_normal((rows, *data.image_shape), np.float32),
+        "context": random.standard_normal(texts, np.float32),
+        "weights": np.ones(rows, np.float32),
+    }
+    if data.pooled_dim is not None:
+        batch["pooled"] = random.standard_normal((rows, data.pooled_dim), np.float32)
+        batch["sizes"] = random.integers(0, 1025, (rows, NUM_SIZES), dtype=np.int32)
+    return batch
+
+
+LATENTS = BatchKind("latents", unit="images", example=_latents, reduced=_reduced_latents)
+"""Images as `latents` [batch, height, width, channels], the embeddings of their texts `context`
+[batch, length, context_dim], and `weights` [batch] float32: 1, and 0 for padding. With pooled texts
+also `pooled` [batch, pooled_dim] and `sizes` [batch, 6] int32; see `UNet`."""

@@ -20,6 +20,8 @@ from shardlib.batch_kinds import EXAMPLES as EXAMPLES
 from shardlib.batch_kinds import IMAGE_TEXT as IMAGE_TEXT
 from shardlib.batch_kinds import IMAGES as IMAGES
 from shardlib.batch_kinds import LABELED_TEXT as LABELED_TEXT
+from shardlib.batch_kinds import LATENTS as LATENTS
+from shardlib.batch_kinds import NUM_SIZES as NUM_SIZES
 from shardlib.batch_kinds import PAIRS as PAIRS
 from shardlib.batch_kinds import SPANS as SPANS
 from shardlib.batch_kinds import TEXT as TEXT

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardlib.data.instruct.config import ChatData as ChatData
     from shardlib.data.instruct.config import InstructionData as InstructionData
     from shardlib.data.instruct.config import PairData as PairData
+    from shardlib.data.latents.config import LatentData as LatentData
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import StreamPosition as StreamPosition
@@ -36,6 +37,7 @@ _MODULES = {
     "ImageData": "images.config",
     "InstructionData": "instruct.config",
     "LabeledTextData": "encoder_tasks.config",
+    "LatentData": "latents.config",
     "MapSource": "loader",
     "PairData": "instruct.config",
     "Prefetcher": "prefetch",

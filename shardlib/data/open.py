@@ -20,11 +20,11 @@ def open_data(
     counts the target. Labelled texts and questions: `tokens`, `types`, `segment_ids`:
     `[global_batch, sequence_length] int32`, and `labels`, or `starts` and `ends`: `[global_batch]
     int32`. Images: `images: [global_batch, height, width, channels] float32`, `labels:
-    [global_batch] int32`.
+    [global_batch] int32`. Latents: as `shardlib.registry.LATENTS` says, in float32.
 
     The training stream is endless, with a new order in each pass. Evaluation is one pass over the
     held-out data, the same for all seeds. Its last batch is padded: rows with segment ids of all 0,
-    or with targets of -1, are padding.
+    or with targets of -1 or weights of 0, are padding.
 
     Args:
         config: The data config.

@@ -176,7 +176,7 @@ def _relabelled(evaluation: ImageSet, classes: tuple[str, ...], config: ImageFie
 
 def _open(path: str, key: str) -> ImageSet:
     if path == DIGITS:
-        return _digits()
+        return digits()
     if path.startswith(BUILTIN):
         hint = did_you_mean(path, [DIGITS])
         raise DataError(
@@ -194,7 +194,7 @@ def _open(path: str, key: str) -> ImageSet:
     return _folder(place, key)
 
 
-def _digits() -> ImageSet:
+def digits() -> ImageSet:
     """Returns scikit-learn's digits from the cache, because importing scikit-learn takes a second.
 
     Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning
@@ -203,10 +203,10 @@ def _digits() -> ImageSet:
 
     def build(directory: Path) -> None:
         datasets = require("sklearn.datasets", _EXTRA, f"data.path {DIGITS}")
-        digits = datasets.load_digits()
+        loaded = datasets.load_digits()
         # Grey levels of 0 to 16 are scaled to 0 to 255.
-        np.save(directory / "pixels.npy", np.rint(digits.images * (255 / 16)).astype(np.uint8))
-        np.save(directory / "labels.npy", digits.target.astype(np.int32))
+        np.save(directory / "pixels.npy", np.rint(loaded.images * (255 / 16)).astype(np.uint8))
+        np.save(directory / "labels.npy", loaded.target.astype(np.int32))
 
     directory = cached(
         "images", digest(["digits", _DIGITS_FORMAT]), build, task=f"caching {DIGITS}"

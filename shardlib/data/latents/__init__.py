@@ -1,0 +1,1 @@
+"""Latents of images, and embeddings of their texts."""
