@@ -26,6 +26,16 @@ def test_policies_keep_more_the_less_they_recompute():
     assert counts["offload:hidden"] == counts["save:hidden"]
 
 
+def test_dots_keep_convolutions():
+    def convolved(kernel, x):
+        y = jax.lax.conv(jnp.sin(x), kernel, (1, 1), "SAME")
+        return jnp.sum(jnp.cos(y))
+
+    kernel, x = jnp.ones((5, 2, 3, 3)), jnp.ones((1, 2, 4, 4))
+    _, pullback = jax.vjp(lambda x: remat.apply("dots", convolved)(kernel, x), x)
+    assert (1, 5, 4, 4) in {leaf.shape for leaf in jax.tree.leaves(pullback)}
+
+
 def test_offloading_keeps_what_is_named_in_the_memory_of_the_host():
     w, x = jnp.ones((4, 4)), jnp.ones((3, 4))
 

@@ -1,8 +1,8 @@
 """Rematerialisation policies: the values that the forward pass keeps for the backward pass.
 
 - `none` keeps everything, and nothing is recomputed.
-- `dots` keeps results of weight matmuls and of fused attention; norms and activations are
-  recomputed, and so are the scores of `xla` attention.
+- `dots` keeps results of weight matmuls, convolutions and fused attention; norms and activations
+  are recomputed, and so are the scores of `xla` attention.
 - `save:a,b` keeps values tagged `a` or `b` (`tag(x, "a")`); all else is recomputed. Fused attention
   tags its results `attended`.
 - `offload:a,b` does the same, and keeps them in host memory; results of cuDNN stay on the device.
@@ -112,12 +112,14 @@ def _also_cudnn(named: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_dots(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """Keeps what attention kernels give, and results of products in the dtype of the layer: sums of
-    8-bit products are wider."""
+    """Keeps what attention kernels give, and results of products and convolutions in the dtype of
+    the layer: sums of 8-bit products are wider."""
     policies = jax.checkpoint_policies
     if primitive.name == "dot_general" and jnp.dtype(avals[0].dtype).itemsize == 1:
         return False
     named = _also_cudnn(policies.save_only_these_names(RESULT, ATTENDED))
+    if primitive.name == "conv_general_dilated":
+        return True
     is_dot = policies.dots_with_no_batch_dims_saveable
     return named(primitive, *avals, **params) or is_dot(primitive, *avals, **params)
 
