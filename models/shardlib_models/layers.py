@@ -41,7 +41,8 @@ class Linear(nnx.Module):
         # As in `nnx.Linear`: a precision policy may put another product here.
         self.dot_general = jax.lax.dot_general
         shape = (*inputs.values(), *outputs.values())
-        kernel = stddev * jax.random.normal(rngs.params(), shape)
+        # A draw that is multiplied by 0 would be compiled all the same.
+        kernel = stddev * jax.random.normal(rngs.params(), shape) if stddev else jnp.zeros(shape)
         self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
         zeros = jnp.zeros(tuple(outputs.values()))
         self.bias = parameter(zeros, *outputs, float32=float32) if bias else None

@@ -1,5 +1,5 @@
-"""Published sizes of decoders, T5 and CLIP, for `model: llama3-8b`: the fields of their config.json
-as ours.
+"""Published sizes of decoders, T5, CLIP and UNets, for `model: llama3-8b`: the fields of their
+config.json as ours.
 
 Fields that are not named have the defaults of the config of the family. Each source is the
 repository of the hub whose config.json is meant.
@@ -338,3 +338,30 @@ CLIP_SIZES: Mapping[str, Fields] = {
     "clip-vit-large-patch14": _clip(768, 1024, 24, 14, 768),
 }
 """Fields of `ClipConfig` by the name of the size."""
+
+
+def _unet(multipliers: tuple[int, ...], depths: tuple[int, ...], **more: Any) -> Fields:
+    return {
+        "width": 320,
+        "multipliers": multipliers,
+        "transformer_depths": depths,
+        "channels": 4,
+        **more,
+    }
+
+
+_UNET_HEADS: Fields = {"num_heads": 5, "scale_heads": True, "linear_projections": True}
+
+UNET_SIZES: Mapping[str, Fields] = {
+    # stable-diffusion-v1-5/stable-diffusion-v1-5, unet/config.json
+    "stable-diffusion-1.5": _unet((1, 2, 4, 4), (1, 1, 1, 0), num_heads=8, context_dim=768),
+    # stabilityai/stable-diffusion-2-1, unet/config.json and scheduler/scheduler_config.json
+    "stable-diffusion-2.1": _unet(
+        (1, 2, 4, 4), (1, 1, 1, 0), context_dim=1024, prediction="v", **_UNET_HEADS
+    ),
+    # stabilityai/stable-diffusion-xl-base-1.0, unet/config.json
+    "stable-diffusion-xl": _unet(
+        (1, 2, 4), (0, 2, 10), middle_depth=10, context_dim=2048, pooled_dim=1280, **_UNET_HEADS
+    ),
+}
+"""Fields of `UNetConfig` by the name of the size."""

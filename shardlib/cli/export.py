@@ -48,6 +48,7 @@ def export(
     options = {"architecture": architecture, "adapter": adapter, "dtype": dtype}
     step = run_export(name, out, step=step, mesh=mesh, notify=warn, **options)
     if process_index() == 0:
-        config = Path(out) / "config.json"
-        written = "" if adapter else f" in {json.loads(config.read_text())['torch_dtype']}"
+        config = {} if adapter else json.loads((Path(out) / "config.json").read_text())
+        # Folders of diffusers do not name it.
+        written = f" in {config['torch_dtype']}" if "torch_dtype" in config else ""
         print(f"exported step {step} of {name} to {out}{written}")

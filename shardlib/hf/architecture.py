@@ -60,12 +60,16 @@ class Converter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One architecture of the `transformers` library, as a variant of one of our families."""
+    """One architecture of the `transformers` or `diffusers` library, as a variant of one of our
+    families."""
 
     name: str
-    """Its name in `architectures` of config.json, as in LlamaForCausalLM."""
+    """Its name in `architectures` of config.json, as in LlamaForCausalLM, or in `_class_name` of
+    diffusers."""
     model_type: str
-    """Its `model_type` in config.json, as in llama."""
+    """Its `model_type` in config.json, as in llama; diffusers writes none."""
+    library: Literal["transformers", "diffusers"] = "transformers"
+    """The library, which decides the names of the files and where config.json has `name`."""
     fields: Mapping[str, Field]
     """Fields of config.json by name, with a dot for one of a part: `text_config.vocab_size`."""
     fixed: Mapping[str, Any]
@@ -81,7 +85,7 @@ class Architecture:
     """Names of copies of tensors, which checkpoints may hold and we do not, by name."""
     older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Ends of names in the first checkpoints, by the ends today."""
-    inputs: Literal["tokens", "images"] = "tokens"
+    inputs: Literal["tokens", "images", "latents"] = "tokens"
     """What the model is called with, as `Loaded.logits` takes it."""
     attention_dropout: str | None = None
     """The field of dropout in config.json that there also drops weights of attention."""
@@ -144,6 +148,8 @@ class Architecture:
             if _get(config, name) != value
         ]
         theirs: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
+        if self.library == "diffusers":
+            theirs = {"_class_name": self.name}
         theirs |= self.fixed
         for name, field in self.fields.items():
             value = _get(config, field.resolved or field.ours)

@@ -130,7 +130,8 @@ def end_tokens(folder: Path, source: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _name_of(config: Mapping[str, Any], folder: Path) -> str:
-    names = config.get("architectures")
+    # The key of diffusers.
+    names = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
             f"{folder / 'config.json'} has architectures={names!r}, expected one name.\n"

@@ -71,7 +71,8 @@ class Loaded:
         more parts than it has rows, and their logits are left out.
 
         Args:
-            inputs: Token ids [batch, length] int32, or images [batch, height, width, channels].
+            inputs: Token ids [batch, length] int32, or images or latents [batch, height, width,
+                channels].
             arrays: Further arrays [batch, ...] that the model takes by name, such as `segment_ids`.
 
         Raises:
@@ -170,6 +171,13 @@ _INPUTS = {
         jnp.floating,
         "floating-point numbers [batch, height, width, channels]",
         "Scale the pixels as the preprocessor_config.json says, channels last.",
+    ),
+    "latents": _Inputs(
+        "latents",
+        4,
+        jnp.floating,
+        "floating-point numbers [batch, height, width, channels]",
+        "Scale what the autoencoder gives by its scaling_factor, channels last.",
     ),
 }
 

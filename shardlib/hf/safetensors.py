@@ -21,8 +21,9 @@ import numpy as np
 from shardlib.errors import CheckpointError, ModelError, did_you_mean
 from shardlib.hf.tensor_table import Index, TensorTable
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DIFFUSERS = "diffusion_pytorch_model.safetensors"
+"""The name of the file in folders of the library diffusers."""
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a file at most, unless one tensor is larger: the hub's own unit."""
 
@@ -87,7 +88,7 @@ class Tensors(Mapping[str, np.ndarray]):
         self.entries: dict[str, Entry] = {}
         self._maps: dict[str, mmap.mmap] = {}
         faults = []
-        held = files_of(folder, INDEX, SINGLE) if files is None else files
+        held = safetensors_of(folder) if files is None else files
         for file, names in held.items():
             try:
                 entries, self._maps[file] = (read or _open)(folder / file)
@@ -144,6 +145,18 @@ class Tensors(Mapping[str, np.ndarray]):
         length = entry.start + entry.num_bytes - start
         if hasattr(mmap, "MADV_DONTNEED") and length:
             self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def index_of(single: str) -> str:
+    """Returns the name of the index that lists the files, for the name of a single one."""
+    return f"{single}.index.json"
+
+
+def safetensors_of(folder: Path) -> dict[str, list[str]]:
+    """Returns what `files_of` does for safetensors files of transformers or diffusers."""
+    others = (DIFFUSERS, index_of(DIFFUSERS))
+    single = DIFFUSERS if any((folder / name).exists() for name in others) else SINGLE
+    return files_of(folder, index_of(single), single)
 
 
 def files_of(folder: Path, index: str, single: str) -> dict[str, list[str]]:
@@ -263,11 +276,12 @@ def write(
         specs: The shape and the dtype of each tensor by name.
         tensors: Their values, in the order of `specs`.
         max_file_bytes: Size of the tensors of one file at most, unless one is larger.
-        single: The name of the file where one file holds all tensors.
+        single: The name of the file where one file holds all tensors; names of several begin alike.
     """
     files = _split(specs, max_file_bytes)
+    start, end = Path(single).stem, Path(single).suffix
     names = [
-        single if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        single if len(files) == 1 else f"{start}-{number:05}-of-{len(files):05}{end}"
         for number in range(1, len(files) + 1)
     ]
     values = iter(tensors)
@@ -285,7 +299,7 @@ def write(
         total = sum(_num_bytes(spec) for spec in specs.values())
         where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / index_of(single)).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _num_bytes(spec: tuple[Sequence[int], np.dtype]) -> int:

@@ -21,7 +21,7 @@ from shardlib.hf.load import parameters
 from shardlib.hf.loaded import Loaded
 from shardlib.hf.matching import check_floating, counters, refuse_overflow
 from shardlib.hf.new_folder import filled, on_first_process, refuse_full
-from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, check_dtypes, write
+from shardlib.hf.safetensors import DIFFUSERS, MAX_FILE_BYTES, SINGLE, check_dtypes, write
 from shardlib.hf.tensor_table import TensorTable
 from shardlib.hf.tiled_copy import copy
 
@@ -84,13 +84,18 @@ def save(
     if dtype is not None:
         dtypes |= dict.fromkeys(arrays.keys() - module.float32, np.dtype(dtype))
         refuse_overflow(arrays, dtypes)
-    config["torch_dtype"] = str(dtypes[next(path for path in arrays if path not in module.float32)])
     config.pop("dtype", None)
+    single = SINGLE
+    if described.library == "diffusers":
+        single = DIFFUSERS
+    else:
+        stored = dtypes[next(path for path in arrays if path not in module.float32)]
+        config["torch_dtype"] = str(stored)
     # The tensors that are written have all their bits.
     config.pop("quantization_config", None)
     copied = [loaded.folder / name for name in COPIED] if loaded else []
     named = folder, layout, arrays, "config.json", config, copied, dtypes
-    write_folder(*named, max_file_bytes=max_file_bytes)
+    write_folder(*named, max_file_bytes=max_file_bytes, single=single)
 
 
 def _updated(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

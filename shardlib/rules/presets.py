@@ -49,10 +49,12 @@ _REPLICATED = (
     "kernel_w",
     "conv_in",
     "classes",
+    "channels",
     "token_dim",
     "shared_gate",
     "dense_layers",
     "encoder_layers",
+    "block_layers",
 )
 
 DATA = AxisRules(

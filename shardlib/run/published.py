@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlib.config import from_dict
 from shardlib.config.classes import fields_of
+from shardlib.data.latents.config import LATENT_CHANNELS, LATENT_SIZE
 from shardlib.data.tokenizer import VOCABULARY
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.registry import families, family, sizes
@@ -86,7 +87,7 @@ def implied_data(
     model: Mapping[str, Any], data: Mapping[str, Any], kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the keys of data that a model with a folder implies: the kind of data that it takes,
-    its tokenizer, and the size and the scale of its images.
+    its tokenizer, the size and the scale of its images, and the sizes of its latents and texts.
 
     Raises:
         ConfigError: If the data need a tokenizer, and the folder has none.
@@ -97,7 +98,8 @@ def implied_data(
 
     takes = family(model["name"]).inputs.name
     name = next((name for name, one in kinds.items() if one.gives == takes), "text")
-    implied, kind = {"kind": name}, kinds.get(data.get("kind", name))
+    implied: dict[str, Any] = {"kind": name}
+    kind = kinds.get(data.get("kind", name))
     # A folder of the hub is downloaded only if the data leave a key out; a kept run has all.
     folder = functools.partial(hf.folder_of, model["init_from"], weights=False)
     if hasattr(kind, "tokenizer") and "tokenizer" not in data:
@@ -107,6 +109,9 @@ def implied_data(
         implied |= {key: sizes[key] for key in ("image_size", "channels") if sizes.get(key)}
         if not {"mean", "std"} & data.keys() and (found := read_pixels(folder())):
             implied |= dict(zip(("mean", "std"), found, strict=True))
+    if hasattr(kind, "latent_shape"):
+        implied |= {key: model[key] for key in ("context_dim", "pooled_dim") if model.get(key)}
+        implied["latent_shape"] = [*LATENT_SIZE, model.get("channels") or LATENT_CHANNELS]
     return {key: value for key, value in implied.items() if key not in data}
 
 

@@ -118,6 +118,16 @@ _RESNET = [
     ("data=2x2,fsdp=2", 1, ""),
 ]
 
+# Noise is drawn by the loss. `context` cuts positions, but not the tokens of a text.
+_UNET = [
+    ("data=8", 1, ""),
+    ("fsdp=8", 1, ""),
+    ("tensor=8", 1, ""),
+    ("fsdp=4,tensor=2", 2, ""),
+    ("data=2,context=2,tensor=2", 1, "sequence"),
+    ("data=2x2,fsdp=2", 1, "zero2"),
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -179,6 +189,11 @@ class Case:
 
 CASES = [
     Case(model, *row)
-    for model, rows in {"transformer": _TRANSFORMER, "moe": _MOE, "resnet": _RESNET}.items()
+    for model, rows in {
+        "transformer": _TRANSFORMER,
+        "moe": _MOE,
+        "resnet": _RESNET,
+        "unet": _UNET,
+    }.items()
     for row in rows
 ]

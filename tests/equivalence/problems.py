@@ -5,16 +5,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from sklearn.datasets import load_digits
 
 from shardlib.nn.moe import balance_biases
-from shardlib.registry import TEXT, DataSpec, family
+from shardlib.registry import LATENTS, TEXT, DataSpec, family
 from shardlib.testing import Reference
 from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer import TransformerConfig
+from shardlib_models.unet_config import UNetConfig
 
 VOCAB, BATCH, LENGTH = 64, 8, 16
 NUM_BATCHES = 30
@@ -29,13 +33,25 @@ class Problem:
     batches: Callable[[], list[dict[str, np.ndarray]]]
     optimizer: Callable[[], optax.GradientTransformation]
     batch_axes: Any = dataclasses.field(default_factory=dict)
+    added: float = 0.0
+    """Magnitude of what is added to the initial parameters. Where some are 0, others have no
+    gradient."""
 
     def make(self, changes: Any) -> Callable[..., Any]:
         """Returns what makes the model, of the config with changes."""
         config = dataclasses.replace(self.config, **dict(changes))
         chosen = family(config.name)
         assert chosen.validate(config, self.data) == []
-        return lambda rngs: chosen.make(config, self.data, rngs)
+        return lambda rngs: self._changed(chosen.make(config, self.data, rngs))
+
+    def _changed(self, model: Any) -> Any:
+        def changed(x: jax.Array) -> jax.Array:
+            # Waves rather than noise, which would take long to compile.
+            return x + self.added * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
+        if self.added:
+            nnx.update(model, jax.tree.map(changed, nnx.state(model, nnx.Param)))
+        return model
 
     def loss(self, model: Any, batch: Any, rng: Any) -> Any:
         """The loss in training."""
@@ -84,6 +100,16 @@ def digit_batches():
     return [{"images": images[r], "labels": labels[r]} for r in rows]
 
 
+# Layers at one of two levels, two in a row, and texts of an odd length.
+UNET_DATA = DataSpec(sequence_length=7, image_shape=(8, 8, 4), context_dim=24, pooled_dim=16)
+
+
+@functools.cache
+def latent_batches():
+    rng = np.random.default_rng(0)
+    return [LATENTS.example(rng, BATCH, UNET_DATA) for _ in range(NUM_BATCHES)]
+
+
 # Fewer key-value heads than `tensor` has devices, packed rows, dropout.
 _TRANSFORMER = TransformerConfig(
     num_layers=8, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64, dropout=0.1
@@ -123,5 +149,21 @@ PROBLEMS = {
         DataSpec(num_classes=10, image_shape=(8, 8, 1)),
         digit_batches,
         functools.partial(optax.sgd, 3e-3, momentum=0.9),
+    ),
+    "unet": Problem(
+        UNetConfig(
+            width=16,
+            num_resnets=1,
+            transformer_depths=(0, 2),
+            num_heads=8,
+            pooled_dim=16,
+            size_dim=8,
+            norm_groups=8,
+            prediction="v",
+        ),
+        UNET_DATA,
+        latent_batches,
+        functools.partial(optax.adamw, 1e-3),
+        added=0.05,
     ),
 }

@@ -32,6 +32,9 @@ SOAK = {
     "resnet data=8",
     "resnet data=2,fsdp=4 zero2",
     "resnet data=2x2,fsdp=2",
+    "unet data=8",
+    "unet fsdp=4,tensor=2 2 microbatches",
+    "unet data=2x2,fsdp=2 zero2",
     "transformer fsdp=8 zero2",
     "transformer data=2,fsdp=4",
     "transformer data=2,context=4 gathered",
@@ -120,6 +123,7 @@ EXPECTED = {
     "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert"), ("all-gather", "expert")},
     "resnet data=8": {("all-reduce", "data")},
     "resnet fsdp=8": {("all-gather", "fsdp"), ("reduce-scatter", "fsdp"), ("all-reduce", "fsdp")},
+    "unet fsdp=8": {("all-gather", "fsdp"), ("reduce-scatter", "fsdp"), ("all-reduce", "fsdp")},
 }
 
 
@@ -197,10 +201,12 @@ def test_tensor_reduces_twice_a_layer_each_way(program):
 
 
 @pytest.mark.mesh
-def test_resnet_under_fsdp_gathers_kernels_alone(program):
-    sent, shapes = program("resnet fsdp=8")
+@pytest.mark.parametrize("model", ["resnet", "unet"])
+def test_convolutions_under_fsdp_gather_kernels_alone(program, model):
+    sent, shapes = program(f"{model} fsdp=8")
+    of_a_layer = {(1, *shape[1:]) for shape in shapes} | {shape[1:] for shape in shapes}
     gathered = {shape for c in sent if c.kind == "all-gather" for shape in arrays(c)}
-    assert gathered <= {*shapes}
+    assert gathered <= {*shapes} | of_a_layer
 
 
 MARKED = [pytest.param(case, marks=_marks(str(case)), id=str(case)) for case in CASES]

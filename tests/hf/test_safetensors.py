@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import CheckpointError
-from shardlib.hf.safetensors import INDEX, SINGLE, Tensors, write
+from shardlib.hf.safetensors import SINGLE, Tensors, index_of, write
 
 library = pytest.importorskip("safetensors.numpy")
 
@@ -54,7 +54,7 @@ def test_our_files_are_read_by_the_library(tmp_path):
 
 def test_several_files_and_their_index(tmp_path):
     write_all(tmp_path, max_file_bytes=50)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / index_of(SINGLE)).read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files[0] == f"model-00001-of-0000{len(files)}.safetensors"
     assert len(files) == 2
@@ -109,21 +109,23 @@ def test_malformed_files_are_refused(tmp_path, content):
 
 
 def test_an_index_that_leads_out_of_the_folder(tmp_path):
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    (tmp_path / index_of(SINGLE)).write_text(
+        json.dumps({"weight_map": {"a": "../other.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match=r"'../other.safetensors' is outside"):
         Tensors(tmp_path)
     for malformed in ("{}", "[" * 100_000):
-        (tmp_path / INDEX).write_text(malformed)
+        (tmp_path / index_of(SINGLE)).write_text(malformed)
         with pytest.raises(CheckpointError, match=r"malformed.*\n  Download"):
             Tensors(tmp_path)
 
 
 def test_an_index_that_names_tensors_in_other_files(tmp_path):
     write_all(tmp_path, max_file_bytes=50)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / index_of(SINGLE)).read_text())
     first, second = sorted(set(index["weight_map"].values()))
     changed = {"weight_map": index["weight_map"] | {"a": second, "z": first}}
-    (tmp_path / INDEX).write_text(json.dumps(changed))
+    (tmp_path / index_of(SINGLE)).write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=rf"(?s)z: not in {first}, .*a: not in {second}, "):
         Tensors(tmp_path)
 

@@ -14,10 +14,11 @@ from shardlib.config import load
 from shardlib.data import read_tokenizer
 from shardlib.data.tokenizer import train_bpe
 from shardlib.errors import ConfigError
+from shardlib.hf.safetensors import DIFFUSERS
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
-from shardlib_models import resnet, vit
+from shardlib_models import resnet, unet, unet_config, vit
 from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -137,6 +138,19 @@ def test_a_model_of_images_is_imported_without_images(shardlib, tmp_path, name):
     assert shardlib("export", out, "--out", tmp_path / "out")[::2] == (0, "")
     exported = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert exported == (source / "model.safetensors").read_bytes()
+
+
+def test_a_unet_keeps_its_bits_in_the_format_of_diffusers(shardlib, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "run"
+    sizes = {"width": 8, "num_resnets": 1, "norm_groups": 4, "transformer_depths": (0, 1)}
+    config = unet_config.UNetConfig(**sizes, channels=4, context_dim=768)
+    hf.save(unet.make(config, DataSpec(), nnx.Rngs(0)), source)
+    told = shardlib("import", source, "--out", out, "mesh=fsdp=8")
+    assert told[::2] == (0, "")
+    told = shardlib("export", out, "--out", tmp_path / "out")
+    assert told == (0, f"exported step 0 of {out} to {tmp_path / 'out'}\n", "")
+    exported = (tmp_path / "out" / DIFFUSERS).read_bytes()
+    assert exported == (source / DIFFUSERS).read_bytes()
 
 
 def test_a_head_of_other_classes_is_drawn_at_random(shardlib, tmp_path, caplog):
