@@ -16,7 +16,16 @@ from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
 PATHS = {path.stem: path for path in CONFIGS}
-SMALL = ("clip", "digits", "finetune_chat", "finetune_lora", "quickstart", "t5", "vit")
+SMALL = (
+    "clip",
+    "digits",
+    "finetune_chat",
+    "finetune_lora",
+    "quickstart",
+    "stable_diffusion",
+    "t5",
+    "vit",
+)
 CLUSTERS = dict.fromkeys(SMALL, "cpu:8") | {"gptj_6b": "v5e-16", "llama3_70b_lora": "v5p-32"}
 CLUSTERS |= {"bert_classify": "v5e-8", "bert_squad": "v5e-8"}
 PUBLISHED = {
