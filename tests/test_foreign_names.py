@@ -77,6 +77,18 @@ def test_wrong_names_of_linen_are_overridden():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 
+@pytest.mark.mesh
+def test_rules_are_found_for_kernels_with_too_few_names():
+    """One name is that of a dim which the devices do not divide."""
+    rows = dict.fromkeys("xy", jax.ShapeDtypeStruct((32, 16), jnp.float32))
+    options = {"loss": loss_fn, "batch": rows, "optimizer": optax.sgd(0.1), "inputs": (X,)}
+    found = sl.find_rules(Attention(), on="8xh100", mesh="fsdp=4,tensor=2", **options)
+    options = {"rules": found.rules, "inputs": (X,), "steps": 1}
+    assert sl.testing.assert_equivalent(
+        Attention(), loss_fn, batch(), "fsdp=4,tensor=2", **options
+    ).comparisons
+
+
 PATHS = {
     "query/kernel": ("embed", "heads", "head_dim"),
     "out/kernel": ("heads", "head_dim", "embed"),

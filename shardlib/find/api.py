@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from shardlib.errors import ConfigError, MeshError, did_you_mean
+from shardlib.errors import ConfigError, MeshError, ModelError, did_you_mean
 from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
@@ -69,7 +71,7 @@ def find_rules(
         RuleError: If the given rules place parameters of one structure differently.
         DoesNotFitError: If no layout fits into the devices; it says how much is missing.
         PartitionError: If no answer was found in time.
-        ModelError: If the model cannot be created.
+        ModelError: If the model cannot be created, or cannot compute in the precision.
         DataError: If a leaf of the batch has no rows.
         ConfigError: If `microbatches` or `seconds` is not positive.
     """
@@ -103,7 +105,16 @@ def _traced(
     """Returns the trace of the loss, for the solver, and of the step, for the cost model."""
     check_transformation(optimizer)
     dtypes = precision_named(precision)
-    traced = trace_loss(module, loss, batch, optimizer, dtypes)
+    try:
+        traced = trace_loss(module, loss, batch, optimizer, dtypes)
+    except (TypeError, jax.dtypes.TypePromotionError) as error:
+        # In float32 the same loss fails again if its dtypes are not the reason.
+        trace_loss(module, loss, batch, optimizer, precision_named("f32"))
+        raise ModelError(
+            f"the loss of {module.name} takes parameters in float32, but not in "
+            f"{jnp.dtype(dtypes.compute)}: {str(error).rstrip()}\n"
+            '  Pass precision="f32", or let the model compute in the dtype of its parameters.'
+        ) from error
     workload = trace_workload(
         module,
         optimizer,

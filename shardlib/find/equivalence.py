@@ -6,9 +6,10 @@ so that the size of the problem does not depend on the number of layers.
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
 
@@ -229,9 +230,10 @@ class Classes:
         )
 
 
-def pattern_of(path: str) -> str:
-    """Returns a path with `*` in place of each number."""
-    return re.sub(r"\d+", "*", path)
+def pattern_of(path: str, kept: Collection[int] = ()) -> str:
+    """Returns a path with `*` in place of each number, but for `kept` ones, counted from 0."""
+    order = itertools.count()
+    return re.sub(r"\d+", lambda number: number[0] if next(order) in kept else "*", path)
 
 
 _Around = tuple[str, int, int, tuple[int, ...]]

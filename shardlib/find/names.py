@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
@@ -185,17 +185,40 @@ def _of_params(
 
 def _by_pattern(by_path: Mapping[str, _Row], skipped: Set[str] = frozenset()) -> dict[str, _Row]:
     """Returns rows by path but for `skipped` ones, and by pattern if it matches no other paths."""
-    groups: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
+    alike: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
     for path, row in by_path.items():
         if path not in skipped:
-            groups[pattern_of(path)][path] = row
+            alike[pattern_of(path)][path] = row
     found: dict[str, _Row] = {}
-    for pattern, members in groups.items():
-        same = len(set(members.values())) == 1
+    for pattern, members in itertools.chain.from_iterable(map(_grouped, alike.values())):
         others = (path for path in by_path if path not in members)
-        alone = same and not any(matches(pattern, path) for path in others)
+        alone = _is_one(members) and not any(matches(pattern, path) for path in others)
         found.update({pattern: next(iter(members.values()))} if alone else members)
     return found
+
+
+def _grouped(rows: Mapping[str, _Row]) -> Iterable[tuple[str, dict[str, _Row]]]:
+    """Returns the fewest patterns for paths that differ in their numbers, with the rows of each.
+
+    A number that tells parameters of one layer apart stays, as in `layers/*/linear1/kernel`.
+    """
+    numbers = range(pattern_of(next(iter(rows))).count("*"))
+    options: list[dict[str, dict[str, _Row]]] = []
+    for count in range(len(numbers) + 1):
+        for kept in itertools.combinations(numbers, count):
+            groups: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
+            for path, row in rows.items():
+                groups[pattern_of(path, kept)][path] = row
+            options.append(groups)
+    return min(options, key=_num_lines).items()
+
+
+def _num_lines(groups: Mapping[str, dict[str, _Row]]) -> int:
+    return sum(1 if _is_one(group) else len(group) for group in groups.values())
+
+
+def _is_one(rows: Mapping[str, _Row]) -> bool:
+    return len(set(rows.values())) == 1
 
 
 def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> list[str]:

@@ -40,10 +40,11 @@ class TracedLoss:
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
-    """Returns the rules of `fsdp`, also for names that only the model knows; `axes` are by path."""
+    """Returns the rules of `fsdp`, also for names that only the model knows and for dims that it
+    does not divide; `axes` are by path."""
     named = {name for names in axes.values() for name in names or () if name is not None}
-    unknown = sorted(named.difference(name for name, _ in FSDP.params))
-    return FSDP.override(params={name: ["fsdp", None] for name in unknown})
+    whole = {name for name, (cut, *_) in FSDP.params if not cut}
+    return FSDP.override(params={name: ["fsdp", None] for name in sorted(named - whole)})
 
 
 def trace_loss(

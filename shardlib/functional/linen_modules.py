@@ -9,6 +9,7 @@ import numpy as np
 from flax import linen
 from flax.core import DenyList
 from flax.errors import FlaxError
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
@@ -184,7 +185,9 @@ def _named(boxed: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
     for keys, box in leaves:
         path, collection = "/".join(_path(keys_of(keys))), keys_of(keys)[0]
-        names = axis_names_of(box.names, np.ndim(box.value)) if _is_box(box) else None
+        # Linen reads names as a PartitionSpec: its attention reshapes a kernel after naming dims.
+        spec = PartitionSpec(*box.names) if _is_box(box) else None
+        names = None if spec is None else axis_names_of(spec, np.ndim(box.value))
         if path in names_by_path:
             raise ModelError(
                 f"{path} is a parameter, and a variable of the collection "

@@ -90,7 +90,7 @@ def _lookup(tree: Mapping[str, Any], path: Keys) -> Any:
 
 
 def axis_names_of(
-    metadata: Sequence[Any] | NamedSharding | None, rank: int
+    metadata: Sequence[Any] | PartitionSpec | NamedSharding | None, rank: int
 ) -> tuple[str | None, ...] | None:
     """Returns the logical axes in the metadata of a variable, one for each dim.
 

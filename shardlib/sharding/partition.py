@@ -400,4 +400,5 @@ def _value(box: Any) -> PyTree:
 def _axis_names(box: object) -> Any:
     if isinstance(box, nnx.Variable):
         return box.get_metadata().get("out_sharding")
-    return getattr(box, "names", None)
+    names = getattr(box, "names", None)
+    return None if names is None else PartitionSpec(*names)

@@ -79,6 +79,27 @@ def test_another_size_has_rules_of_its_own():
         assert step.partition(sl.abstract_state(make, ADAM), batch_of(64)).by == "shardlib"
 
 
+class Layers(nnx.Module):
+    def __init__(self, rngs, layers=2):
+        self.layers = nnx.List([nnx.Dict() for _ in range(layers)])
+        for layer in self.layers:
+            layer.linear1 = nnx.Linear(512, 2048, rngs=rngs)
+            layer.linear2 = nnx.Linear(2048, 512, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer.linear2(jax.nn.gelu(layer.linear1(x)))
+        return x
+
+
+def test_numbers_in_names_are_no_layers_and_another_depth_has_the_same_rules():
+    kernels = {"layers/*/linear1/kernel", "layers/*/linear2/kernel"}
+    assert kernels <= set(dict(rules(Layers).paths))
+    with sl.use(sl.make_mesh(MESH), rules(Layers)):
+        state = sl.abstract_state(lambda rngs: Layers(rngs, 3), ADAM)
+        assert sl.make_train_step(loss).partition(state, batch_of()).by == "shardlib"
+
+
 def test_axes_that_are_now_one_are_named():
     """The kernel of a square layer is used transposed: paths and shapes stay."""
 

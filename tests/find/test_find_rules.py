@@ -17,6 +17,7 @@ from shardlib.errors import (
     DataError,
     DoesNotFitError,
     MeshError,
+    ModelError,
     RuleError,
 )
 from shardlib.humanize import duration
@@ -300,6 +301,22 @@ def test_names_of_ones_own_and_the_axis_of_a_loop():
     stacked = [t for t in found.classes.tensors if t.shape == (32, 16, 512)]
     assert stacked
     assert all(t.axes[0] == lengths for t in stacked)
+
+
+class Wide(nnx.Module):
+    """Its carry is in float32, whatever its parameters are in."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(512, 512, rngs=rngs)
+
+    def __call__(self, x):
+        carry = jnp.zeros(x.shape, jnp.float32)
+        return jax.lax.scan(lambda carry, _: (self.layer(x), None), carry, length=2)[0]
+
+
+def test_a_model_that_computes_in_float32_alone_is_told_so():
+    with pytest.raises(ModelError, match=r"Wide takes .*not in bfloat16: scan(.|\n)*precision="):
+        find(Wide, loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batch=BATCH)
 
 
 class Images(nnx.Module):
