@@ -7,6 +7,7 @@ engineer would write; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`
 
     python benchmarks/find_rules.py
     python benchmarks/find_rules.py --models lstm,graph --meshes fsdp=8 --on cpu:8
+    python benchmarks/find_rules.py --models moe --meshes fsdp=4,expert=2 data=2,expert=4
 
 For each program: MB that a device sends by ring algorithms, MiB at the peak, and the milliseconds
 of a step, for TPUs alone: the busy time and the network time that `explain` tells, one after the

@@ -360,7 +360,7 @@ _BLOCK = {
     "**/mlp/up/kernel": ("embed", "mlp"),
     "**/mlp/down/kernel": ("mlp", "embed"),
 }
-_EXPERTS = {"**/mlp/up": (None, "embed", "mlp"), "**/mlp/down": (None, "mlp", "embed")}
+_EXPERTS = {"**/mlp/up": ("expert", "embed", "mlp"), "**/mlp/down": ("expert", "mlp", "embed")}
 _INNER = {f"**/{name}/kernel": ("embed", "mlp") for name in ("into", "gate")}
 _LM = {"vocab": 64, "dim": 32, "heads": 4}
 _VOCAB = 32_000

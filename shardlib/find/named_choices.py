@@ -13,6 +13,7 @@ import numpy as np
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.axes import Names
 from shardlib.find.equivalence import Classes
+from shardlib.find.experts import EXPERT, FoundExperts
 from shardlib.find.program import IntegerProgram
 from shardlib.partitioner.layout import Dims
 
@@ -30,6 +31,7 @@ class NamedChoices:
         sizes: Mapping[str, int],
         cuts: Iterable[Cut],
         param_axes: frozenset[str],
+        experts: FoundExperts,
         rule_seconds: float,
     ):
         self._program, self._sizes = program, sizes
@@ -50,7 +52,10 @@ class NamedChoices:
         cuts = list(cuts)
         for name in self.names:
             of_params = name.startswith(PARAMS_TABLE)
-            possible = [cut for cut in cuts if not of_params or param_axes.issuperset(cut)]
+            allowed = param_axes | ({EXPERT} if name in experts.names else set())
+            possible = [cut for cut in cuts if not of_params or allowed.issuperset(cut)]
+            if name in experts.names and experts.in_region and EXPERT in sizes:
+                possible = [(EXPERT,)]  # The program does not show what else would cost.
             self.columns[name] = {
                 cut: program.variable(rule_seconds * len(cut), "rules", whole=True)
                 for cut in possible

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.find.equivalence import Classes, FoundAxis, Touch, pattern_of
+from shardlib.find.experts import EXPERT, experts_of
 from shardlib.find.planned import VARIANT
 from shardlib.find.problem import Solution
 from shardlib.find.trace import INPUT
@@ -47,6 +48,11 @@ def named_rules(
     """
     names = axis_names(classes, paths, given)
     tables = _chosen(solution)
+    for path, number in zip(paths, classes.arguments, strict=True):
+        if path.startswith(INPUT) and number in solution.layouts and not solution.rules:
+            # Rows at experts may have more bytes, and are cut otherwise.
+            axis, cut = classes.tensors[number].axes[0], solution.layouts[number][0]
+            tables["activation"].setdefault(names[axis], cut)
     is_named = bool(solution.rules)
     by_class: dict[int, _Names] = {}
     for number in sorted(solution.layouts, key=lambda n: -classes.tensors[n].weight):
@@ -233,10 +239,16 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
     reach = [len({touch.pattern for touch in axis.touches}) for axis in classes.axes]
     names: dict[int, str] = {}
     used = _used(classes)
+    of_experts = {classes.tensors[n].axes[dim] for n, dim in experts_of(classes).dims.items()}
     for number in sorted(range(len(classes.axes)), key=lambda number: number not in used):
         axis = classes.axes[number]
         common = metadata[number].most_common(1)
-        name = common[0][0] if common else _own_name(axis, _is_residual(number, reach), classes.ids)
+        if common:
+            name = common[0][0]
+        elif number in of_experts:
+            name = EXPERT
+        else:
+            name = _own_name(axis, _is_residual(number, reach), classes.ids)
         number_of = itertools.count(2)
         unique = name
         while name != BATCH and unique in names.values():

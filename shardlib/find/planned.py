@@ -43,7 +43,13 @@ def planned_layouts(
             if name is not None:
                 axis_names[node] = _base(name)
     batch = {_base(names[0]) for names in inputs.values() if names and names[0]}
-    variants = {_once(n and _base(n) for n in names): names for names in rules.names.variants}
+    known = set(axis_names.values())
+
+    def met(name: str | None) -> str | None:
+        """Returns the name of an axis in the program: one within it has none."""
+        return name and (_base(name) if _base(name) in known else _NO_NAME)
+
+    variants = {_once(map(met, names)): names for names in rules.names.variants}
     planned = {}
     for value, tensor in program.at.items():
         if tensor.kind != "activation":

@@ -22,6 +22,7 @@ from shardlib.cost.machine.rates import Rates
 from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
 from shardlib.find.axes import SLICE
 from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
+from shardlib.find.experts import EXPERT, NONE, FoundExperts
 from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
 from shardlib.find.named_choices import NamedChoices
 from shardlib.find.program import IntegerProgram, Part
@@ -62,13 +63,15 @@ class Objective:
     """Part of the activations that is saved; smaller with rematerialisation or microbatches."""
     capacity_bytes: float
     param_axes: frozenset[str]
-    """Mesh axes that may cut parameters."""
+    """Mesh axes that may cut any dim of parameters."""
     batch_axes: frozenset[str]
     """Mesh axes over which parameters are gathered where they are used."""
     pinned_axes: Mapping[int, tuple[str, ...]]
     """Mesh axes of discovered axes in activations."""
     pinned_params: Mapping[int, Dims]
     """Layouts of tensor classes that the user has decided."""
+    experts: FoundExperts = NONE
+    """FoundExperts that the mesh axis `expert` may cut."""
     microbatches: int = 1
     """Parts of a batch, for each of which parameters are gathered and gradients summed."""
     reserved_bytes: float = 0.0
@@ -124,6 +127,7 @@ class LayoutProblem(IntegerProgram):
             self.network.sizes,
             map(self._ordered, subsets),
             objective.param_axes,
+            objective.experts,
             self.rule_seconds,
         )
         for number in self._live():
@@ -225,18 +229,44 @@ class LayoutProblem(IntegerProgram):
         if is_param and not tensor.names and tensor.elements < MIN_ELEMENTS:
             return [((),) * rank]
         axes = [a for a in self.network.axes if not is_param or a in objective.param_axes]
+        axes += [EXPERT] if is_param and EXPERT in self.network.axes else []
         pins = {} if is_param else self._pins(tensor)
+        places_of = [(None, *self._dims_for(axis, number)) for axis in axes]
         found = []
-        for places in itertools.product((None, *range(rank)), repeat=len(axes)):
+        for places in itertools.product(*places_of):
             dims = tuple(
                 self._ordered(tuple(a for a, at in zip(axes, places, strict=True) if at == dim))
                 for dim in range(rank)
             )
-            pinned = all(dims[dim] == pin for dim, pin in pins.items())
+            pinned = all(self._meets(dims, dim, pin) for dim, pin in pins.items())
             unnamed = (dims[dim] for dim, name in enumerate(tensor.names) if name is None)
             if pinned and not any(unnamed) and self._divides(tensor, dims, pins):
                 found.append(dims)
         return found
+
+    def _dims_for(self, axis: str, number: int) -> Sequence[int]:
+        """Returns the dims of a tensor class that a mesh axis may cut: `EXPERT` cuts experts, and
+        the rows of activations."""
+        tensor, experts = self.classes.tensors[number], self.objective.experts
+        every = range(len(tensor.shape))
+        if axis != EXPERT:
+            return every
+        if tensor.kind != "param":
+            return [dim for dim in every if self._takes_experts(tensor.axes[dim])]
+        named = [dim for dim, name in enumerate(tensor.names) if name in experts.names]
+        return named or [dim for dim in every if experts.dims.get(number) == dim]
+
+    def _takes_experts(self, axis: int) -> bool:
+        """Returns whether `EXPERT` may cut a discovered axis in activations."""
+        objective = self.objective
+        return axis in objective.experts.axes or EXPERT in objective.pinned_axes.get(axis, ())
+
+    def _meets(self, dims: Dims, dim: int, pin: tuple[str, ...]) -> bool:
+        """Returns whether a dim is cut as decided: `EXPERT` may cut experts in place of rows."""
+        if dims[dim] == pin:
+            return True
+        elsewhere = EXPERT in pin and any(EXPERT in axes for axes in dims)
+        return elsewhere and dims[dim] == tuple(axis for axis in pin if axis != EXPERT)
 
     def _pins(self, tensor: TensorClass) -> dict[int, tuple[str, ...]]:
         """Returns the mesh axes of dims that are decided: of an axis that a tensor has twice, as
@@ -249,9 +279,10 @@ class LayoutProblem(IntegerProgram):
         return pins
 
     def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns axes in the order in which they cut the batch, if exactly these do."""
-        pins = self.objective.pinned_axes.values()
-        return next((pin for pin in pins if set(pin) == set(axes)), axes)
+        """Returns axes in the order in which they cut the batch, if exactly these or the major ones
+        of them do."""
+        firsts = (pin[: len(axes)] for pin in self.objective.pinned_axes.values())
+        return next((first for first in firsts if set(first) == set(axes)), axes)
 
     def _divides(self, tensor: TensorClass, dims: Dims, pins: Container[int]) -> bool:
         """Returns whether a layout cuts evenly, and no stack of layers: a loop takes one of them
@@ -337,7 +368,8 @@ class LayoutProblem(IntegerProgram):
         seen = {f for edge in operation.edges for f in edge.dims}
         options = sorted(f for f in seen if f is not None)
         axes = self.network.axes
-        for places in itertools.product((None, *options), repeat=len(axes)):
+        places_of = {EXPERT: self._expert_factors(operation)}
+        for places in itertools.product(*((None, *places_of.get(a, options)) for a in axes)):
             cut: Assignment = {}
             for axis, factor in zip(axes, places, strict=True):
                 if factor is not None:
@@ -347,14 +379,26 @@ class LayoutProblem(IntegerProgram):
             if not any(whole) and not self._keeps_params_cut(operation, cut):
                 yield cut
 
+    def _expert_factors(self, operation: OperationClass) -> list[int]:
+        """Returns the factors of an operation that `EXPERT` may cut."""
+        factors = set[int]()
+        for edge in operation.edges:
+            axes = self.classes.tensors[edge.tensor].axes
+            takes = map(self._takes_experts, axes)
+            factors |= {f for f, one in zip(edge.dims, takes, strict=True) if one and f is not None}
+        return sorted(factors)
+
     def _keeps_params_cut(self, operation: OperationClass, cut: Assignment) -> bool:
         """Returns whether a parameter would stay cut by the axes of the batch while activations
-        are made of it: the partitioner gathers it (`analyze.LayoutWalk.used`)."""
+        are made of it: the partitioner gathers it (`analyze.LayoutWalk.used`), except for the
+        experts of a product."""
         kinds = self.classes.tensors
         if kinds[operation.results[0].tensor].kind == "param":
             return False
         used = (e for e in operation.operands if kinds[e.tensor].kind == "param")
-        axes = {axis for edge in used for names in dims_of(edge.dims, cut) for axis in names}
+        factors = {f for edge in used for f in edge.dims if f is not None}
+        apart = operation.factors.shared if operation.multiplies else ()
+        axes = {a for f in factors for a in cut.get(f, ()) if a != EXPERT or f not in apart}
         return bool(axes & self.objective.batch_axes)
 
     def work_seconds(self, operation: OperationClass, cut: Assignment) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,7 @@ from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
 from shardlib.find.equivalence import Classes
+from shardlib.find.experts import EXPERT, FoundExperts, experts_of
 from shardlib.find.found import FoundRules, Price
 from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
@@ -39,8 +41,8 @@ from shardlib.sharding.partition import place, place_model_state
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that cut the batch."""
 PARAM_AXES = frozenset(("fsdp", "tensor"))
-"""Mesh axes that may cut parameters."""
-SEARCHED = ("data", "fsdp", "tensor")
+"""Mesh axes that may cut any dim of parameters."""
+SEARCHED = ("data", "fsdp", "expert", "tensor")
 _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
 _NEAR = 0.05
@@ -72,12 +74,32 @@ class Search:
     notify: Callable[[str], None] = lambda text: None
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Yields the meshes that the cluster allows."""
+        """Yields the meshes that the cluster allows. `expert` and `tensor`, which both cut experts,
+        take turns."""
         devices, domain = self.cluster.num_devices, self.cluster.devices_per_domain
-        for tensor, data in itertools.product(divisors(devices), repeat=2):
-            fsdp, left = divmod(devices, tensor * data)
-            if left == 0 and tensor <= domain:
-                yield {"data": data, "fsdp": fsdp, "tensor": tensor}
+        # The program does not show what a manual region sends.
+        count = 1 if self._experts.in_region else self._experts.count
+        degrees = divisors(math.gcd(devices, count)) if count else [1]
+        for expert, tensor, data in itertools.product(degrees, *[divisors(devices)] * 2):
+            fsdp, left = divmod(devices, expert * tensor * data)
+            if left == 0 and tensor <= domain and 1 in (expert, tensor):
+                yield {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+
+    @functools.cached_property
+    def _experts(self) -> FoundExperts:
+        return experts_of(self.classes)
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raises `MeshError` for a mesh whose axis of experts has nothing to cut."""
+        size, count = sizes[EXPERT], self._experts.count
+        if size == 1 or (count and count % size == 0):
+            return
+        what = f"its experts are {count} a layer" if count else "it sends no rows to experts"
+        fix = f"Give a divisor of {count}." if count else f"Leave {EXPERT} out."
+        raise MeshError(
+            f"the mesh has {EXPERT}={size}, which must divide the experts of "
+            f"{self.traced.module.name}, but {what}.\n  {fix}"
+        )
 
     def best(self, meshes: Iterable[dict[str, int]], seconds: float) -> FoundRules:
         """Returns the rules of the mesh and the number of microbatches with which a step fits and
@@ -125,9 +147,12 @@ class Search:
         """Returns the quickest of the best meshes by the program that a device runs."""
         if self.traced.names:
             return best
-        near = [one for one in found if self._fits(one)]
+        near = sorted(filter(self._fits, found), key=self._rank)
+        # The traced program prices layouts of rows at experts too high.
+        with_experts = [one for one in near[_MOST_LOWERED:] if one.sizes[EXPERT] > 1]
+        near = near[:_MOST_LOWERED] + sorted(with_experts, key=lambda one: one.seconds)[:1]
         answers = []
-        for one in sorted(near, key=self._rank)[:_MOST_LOWERED]:
+        for one in near:
             with contextlib.suppress(DoesNotFitError, PartitionError):
                 sizes, parts = dict(one.sizes), one.microbatches
                 answers.append(self.on_mesh(sizes, parts, seconds, lowers=True))
@@ -149,7 +174,8 @@ class Search:
             raise next(iter(outcome.late.values()))
         parts = self.microbatches or 1
         raise MeshError(
-            f"data x fsdp of no mesh divides {self.workload.batch} rows in {parts} microbatches.\n"
+            f"data x fsdp x expert of no mesh divides {self.workload.batch} rows in {parts} "
+            "microbatches.\n"
             f"  Give a multiple of {self.cluster.num_devices * parts} rows."
         )
 
@@ -160,7 +186,7 @@ class Search:
 
     def _counts(self, sizes: Mapping[str, int]) -> list[int]:
         """Returns the numbers of microbatches to try, ascending, from the first that may fit."""
-        rows, left = divmod(self.workload.batch, sizes["data"] * sizes["fsdp"])
+        rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
         if self.microbatches is not None:
             return [] if left or rows % self.microbatches else [self.microbatches]
         counts = [n for n in range(1, rows + 1) if rows % n == 0] if not left else []
@@ -177,8 +203,11 @@ class Search:
     def _state_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns bytes of state that a device holds, in all pieces."""
         held = sum(
-            t.elements * t.copies * (self.traced.state_bytes if t.trained else t.width)
-            for t in self.classes.tensors
+            t.elements
+            * t.copies
+            * (self.traced.state_bytes if t.trained else t.width)
+            / (sizes[EXPERT] if number in self._experts.dims else 1)
+            for number, t in enumerate(self.classes.tensors)
         )
         return held / (sizes["fsdp"] * sizes["tensor"])
 
@@ -346,6 +375,7 @@ class Search:
             batch_axes=frozenset(batch),
             pinned_axes=pinned,
             pinned_params=self._pinned_params(layout),
+            experts=self._experts,
             microbatches=layout.microbatches,
         )
 
@@ -353,7 +383,8 @@ class Search:
         """Returns the part of the activations that is held at the peak: what the traced step holds
         with the batch cut alone, over the operands of its products."""
         counted = sum(tensor.saved_bytes for tensor in self.classes.tensors) / layout.batch_shards
-        alone = dataclasses.replace(layout, tensor=1)
+        fsdp = layout.fsdp * layout.expert
+        alone = dataclasses.replace(layout, fsdp=fsdp, expert=1, tensor=1)
         memory = self.workload.peak_memory(alone, self.cluster)
         state = memory.params + memory.gradients + memory.optimizer
         held = memory.total - state - memory.runtime

@@ -10,7 +10,7 @@ of its initial value. The walk repeats until a trip keeps the layout, or else mo
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from shardlib.cost.traced.products import PRODUCTS
 from shardlib.errors import PartitionError
 from shardlib.jaxprs import (
     REMAT,
@@ -52,6 +53,8 @@ _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "ru
 _STAYS_STORED = frozenset(
     {"convert_element_type", "copy", "copy_p", "transpose", "squeeze", "name"}
 )
+EXPERT = "expert"
+"""The mesh axis over which rows are sent to experts: it cuts the batch elsewhere."""
 _MAX_TRIPS = 6
 _KEEPS_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p"})
 
@@ -133,12 +136,18 @@ class LayoutWalk:
         another operand of an operation that reads it."""
         return self._wanted.get(var) or self._readers.wants(var)
 
-    def used(self, layout: ValueLayout) -> ValueLayout:
-        """Returns the layout of a parameter where it is used: whole over the batch axes."""
+    def used(self, layout: ValueLayout, experts: Container[int] = ()) -> ValueLayout:
+        """Returns the layout of a parameter where it is used: whole over the batch axes. The dims
+        `experts` keep `EXPERT`: rows may be sent to the experts instead."""
         if not layout.stored:
             return layout
         batch = self.analysis.batch_axes
-        return ValueLayout(tuple(tuple(a for a in dim if a not in batch) for dim in layout.dims))
+
+        def stays(axis: str, dim: int) -> bool:
+            return axis not in batch or (axis == EXPERT and dim in experts)
+
+        kept = (tuple(a for a in axes if stays(a, dim)) for dim, axes in enumerate(layout.dims))
+        return ValueLayout(tuple(kept))
 
     def _read(self, atom: Atom) -> ValueLayout:
         if is_literal(atom):
@@ -173,7 +182,9 @@ class LayoutWalk:
     def _cut(self, operation: Operation, ins: list[ValueLayout], factors: Factors) -> Step:
         """Returns the step of an operation on pieces, cut along the cheapest factors."""
         if _uses_parameters(operation, ins):
-            ins = [self.used(layout) for layout in ins]
+            shared = factors.shared if operation.name in PRODUCTS else frozenset[int]()
+            pairs = zip(ins, factors.operands, strict=True)
+            ins = [self.used(x, [d for d, f in enumerate(of) if f in shared]) for x, of in pairs]
         kept = _kept_pending(ins, factors)
         ins = [x.keeping(pending) for x, pending in zip(ins, kept, strict=True)]
         if _can_be_made(operation, ins):
@@ -207,6 +218,7 @@ class LayoutWalk:
             tuple(map(self._sharers, operation.invars)),
             all(v in planned for v in operation.outvars),
             tuple(map(self._readers.num_terms, operation.outvars)) if planned else (),
+            self.analysis.batch_axes,
         )
 
     def _sharers(self, atom: Atom) -> int:

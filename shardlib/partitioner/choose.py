@@ -25,7 +25,8 @@ class CutProblem:
     `planned` are the dims in which rules want the results; empty without such rules. `sharers` are
     the operations that share a move of each operand, if the cut follows the operands alone, or if
     rules place the results (`is_placed`): other readers then have the same plan. `terms` are the
-    products that share the sum over devices of each planned result, as they are added up.
+    products that share the sum over devices of each planned result, as they are added up. `rows`
+    are mesh axes that cut the batch: none shares a move that makes rows whole.
     """
 
     factors: Factors
@@ -37,6 +38,7 @@ class CutProblem:
     sharers: tuple[int, ...] = ()
     is_placed: bool = False
     terms: tuple[int, ...] = ()
+    rows: frozenset[str] = frozenset()
 
     def cuts(self) -> Iterator[tuple[str, Dim]]:
         """Yields each mesh axis with a factor that it cuts, the largest operand first."""
@@ -119,7 +121,9 @@ def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
     sharers = problem.sharers if shared else (1,) * len(problem.operands)
     operands = zip(problem.operands, factors.operands, problem.bytes, sharers, strict=True)
     for layout, dims, size, count in operands:
-        cost += moved_bytes(size / count, layout, dims_of(dims, assignment), sizes)
+        taken = dims_of(dims, assignment)
+        gone = problem.rows.intersection(layout.axes).difference(*taken)
+        cost += moved_bytes(size if gone else size / count, layout, taken, sizes)
     summed = degree([a for f in factors.reduced for a in assignment.get(f, ())], sizes)
     planned = problem.planned or (None,) * len(factors.results)
     terms = problem.terms or (1,) * len(factors.results)

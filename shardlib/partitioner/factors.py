@@ -77,6 +77,14 @@ class Factors:
     """`local(operation, operands, piece)` computes a piece of the results from pieces of the
     operands; None binds the operation unchanged."""
 
+    @property
+    def shared(self) -> frozenset[int]:
+        """The factors of all operands and results, such as the batch dims of a product."""
+        every = (*self.operands, *self.results)
+        return frozenset.intersection(
+            *(frozenset(f for f in dims if f is not None) for dims in every)
+        )
+
     def compute(self, operation: Operation, operands: Arrays, piece: DevicePiece) -> Arrays:
         """Returns a piece of the results from pieces of the operands."""
         if self.local is None:
