@@ -71,7 +71,7 @@ class Objective:
     pinned_params: Mapping[int, Dims]
     """Layouts of tensor classes that the user has decided."""
     experts: FoundExperts = NONE
-    """FoundExperts that the mesh axis `expert` may cut."""
+    """Experts that the mesh axis `expert` may cut."""
     microbatches: int = 1
     """Parts of a batch, for each of which parameters are gathered and gradients summed."""
     reserved_bytes: float = 0.0
