@@ -83,11 +83,7 @@ def find_rules(
     search = Search(
         traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
     )
-    if not mesh:
-        return search.best(list(search.meshes()), seconds)
-    sizes = _sizes(mesh, cluster)
-    search.check(sizes)
-    return search.best([sizes], seconds)
+    return search.best([_sizes(mesh, cluster)] if mesh else list(search.meshes()), seconds)
 
 
 def _check_positive(microbatches: int | None, seconds: float) -> None:

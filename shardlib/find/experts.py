@@ -6,7 +6,7 @@ An axis is one of experts if the program says so, whatever its name is:
 - an operation on activations alone makes it (the dispatch of rows to experts), and another one sums
   it or looks up rows along it (what comes back).
 
-Heads are no experts: a projection makes them. Groups of `jax.lax.ragged_dot` and weights whose dim
+A head is not an expert: a projection makes it. Groups of `jax.lax.ragged_dot` and weights whose dim
 `shardlib.nn.moe` calls `expert` are experts too.
 
 Source of dispatch and combination as products: Lepikhin et al. 2020, "GShard", algorithm 1.

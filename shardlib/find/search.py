@@ -89,11 +89,11 @@ class Search:
     def _experts(self) -> FoundExperts:
         return experts_of(self.classes)
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Raises `MeshError` for a mesh whose axis of experts has nothing to cut."""
+    def _checked(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Returns the mesh; raises `MeshError` if its axis of experts has nothing to cut."""
         size, count = sizes[EXPERT], self._experts.count
         if size == 1 or (count and count % size == 0):
-            return
+            return sizes
         what = f"its experts are {count} a layer" if count else "it sends no rows to experts"
         fix = f"Give a divisor of {count}." if count else f"Leave {EXPERT} out."
         raise MeshError(
@@ -109,11 +109,12 @@ class Search:
         a mesh that does not fit yet is tried again only while no other is quicker and fits.
 
         Raises:
-            MeshError: If no mesh divides the batch.
+            MeshError: If no mesh divides the batch, or one does not divide the experts.
             DoesNotFitError: If nothing fits.
             PartitionError: If no answer was found in time.
         """
-        counts = [(sizes, counts) for sizes in meshes if (counts := self._counts(sizes))]
+        checked = list(map(self._checked, meshes))
+        counts = [(sizes, counts) for sizes in checked if (counts := self._counts(sizes))]
         is_one = len(counts) == 1
         order = itertools.count()
         queue: list[tuple[_Rank, int, FoundRules | tuple[int, int]]] = []
