@@ -25,9 +25,8 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
             a collection or several, `"params"` by default.
 
     Raises:
-        ModelError: If `make` does not return a Flax module, a linen module has no inputs, an NNX
-            module holds arrays outside of its variables, or `wrt` is not a filter or names a
-            missing collection.
+        ModelError: If `make` does not return a Flax module, a linen module has no inputs, or `wrt`
+            is not a filter or names a missing collection.
     """
     if isinstance(make, NnxFunctional | LinenFunctional):
         return make

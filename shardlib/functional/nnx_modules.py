@@ -1,5 +1,7 @@
 """The functional view of NNX modules."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,12 +17,16 @@ from shardlib.functional.protocol import AxesByPath, Tree, VariableTree, axis_na
 
 Make = Callable[[nnx.Rngs], Any]
 
+_LOG = logging.getLogger(__name__)
+
 
 def made_by(make: Make, key: jax.Array) -> Any:
     """Returns the module that a function makes from a key."""
     # NNX would read logical names as mesh axes and place every new variable by them.
     with nnx.use_eager_sharding(False):
-        return make(nnx.Rngs(key))
+        module = make(nnx.Rngs(key))
+    _mark_loose_arrays(module)
+    return module
 
 
 class NnxFunctional:
@@ -30,7 +36,7 @@ class NnxFunctional:
         """Inspects a module, whose arrays may be traced and are not kept. `wrt` filters the
         variables to train, by default `nnx.Param`; `make` made the module, or is None for one in
         memory."""
-        _refuse_loose_arrays(module)
+        _tell_of_loose_arrays(module)
         if make is not None:
             _refuse_placed_arrays(module)
         self.name = type(module).__name__
@@ -86,9 +92,9 @@ class NnxFunctional:
         variables, _ = jax.tree_util.tree_flatten_with_path(rest, is_leaf=_is_variable)
         flat: dict[tuple[str, ...], Any] = {}
         for path, variable in variables:
-            inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
+            inner, _ = jax.tree_util.tree_flatten_with_path(_value(variable))
             leaves = {(*keys_of(path), *keys_of(within)): leaf for within, leaf in inner}
-            is_sown = isinstance(variable.get_value(), tuple) and expected.isdisjoint(leaves)
+            is_sown = isinstance(_value(variable), tuple) and expected.isdisjoint(leaves)
             flat |= {} if is_sown else leaves
         if flat.keys() != expected:
             changed = sorted("/".join(path) for path in flat.keys() ^ expected)
@@ -120,18 +126,30 @@ def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> ja
     return jax.random.split(key, template.shape) if template.shape else key
 
 
-def _refuse_loose_arrays(module: nnx.Module) -> None:
-    """Rejects arrays outside of variables: they would be untrained constants of the step."""
+def _mark_loose_arrays(module: Any) -> None:
+    """Marks arrays outside of variables as data: NNX takes traced ones for static attributes."""
+    nodes = nnx.iter_graph(module) if isinstance(module, nnx.Module) else ()
+    for node in [node for _, node in nodes if isinstance(node, nnx.Pytree)]:
+        for name, value in vars(node).items():
+            if isinstance(value, Tracer):
+                setattr(node, name, nnx.data(value))
+
+
+def _tell_of_loose_arrays(module: nnx.Module) -> None:
+    """Logs floating arrays outside of variables: they are model state, as in Flax."""
     loose = [
         "/".join(str(part) for part in path)
         for path, node in nnx.iter_graph(module)
-        if isinstance(node, jax.Array | np.ndarray)
+        if isinstance(node, jax.Array | np.ndarray) and jnp.issubdtype(node.dtype, jnp.floating)
     ]
     if loose:
-        raise ModelError(
-            f"{type(module).__name__} holds arrays outside of variables: {', '.join(loose)}.\n"
-            "  Wrap each in nnx.Param (trained) or nnx.Variable (not trained)."
-        )
+        _warn_once(type(module).__name__, ", ".join(loose))
+
+
+@functools.cache
+def _warn_once(model: str, loose: str) -> None:
+    text = "%s holds arrays outside of variables, which are not trained: %s"
+    _LOG.warning(f"{text}. To train one, wrap it in nnx.Param.", model, loose)
 
 
 def _refuse_placed_arrays(module: nnx.Module) -> None:
@@ -153,21 +171,29 @@ def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
 
+def _value(node: Any) -> Any:
+    return node.get_value() if _is_variable(node) else node
+
+
+def _metadata(node: Any) -> Mapping[str, Any]:
+    return node.get_metadata() if _is_variable(node) else {}
+
+
 def _layout(state: PyTree) -> VariableTree:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     paths = []
     for path, variable in leaves:
-        inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
+        inner, _ = jax.tree_util.tree_flatten_with_path(_value(variable))
         paths += [(*keys_of(path), *keys_of(within)) for within, _ in inner]
     return VariableTree(jax.tree.structure(state), tuple(paths))
 
 
-def _of_each(state: PyTree, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
-    """Returns `say` of the variables of an `nnx.State` for each leaf by path."""
+def _of_each(state: PyTree, say: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Returns `say` of the variables and loose arrays of a state for each leaf by path."""
     by_path = {}
     variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     for path, variable in variables:
-        for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(_value(variable))[0]:
             by_path["/".join((*keys_of(path), *keys_of(inner)))] = say(variable, leaf)
     return by_path
 
@@ -176,18 +202,18 @@ def _axes(state: PyTree) -> AxesByPath:
     return _of_each(
         state,
         lambda variable, leaf: axis_names_of(
-            variable.get_metadata().get("out_sharding"), np.ndim(leaf)
+            _metadata(variable).get("out_sharding"), np.ndim(leaf)
         ),
     )
 
 
-def _kind(variable: nnx.Variable, _: Any) -> str:
+def _kind(variable: object, _: Any) -> str:
     return type(variable).__name__
 
 
-def _is_param(variable: nnx.Variable, _: Any) -> bool:
+def _is_param(variable: object, _: Any) -> bool:
     return isinstance(variable, nnx.Param)
 
 
-def _keeps_float32(variable: nnx.Variable, _: Any) -> bool:
-    return bool(variable.get_metadata().get("float32"))
+def _keeps_float32(variable: object, _: Any) -> bool:
+    return bool(_metadata(variable).get("float32"))
