@@ -20,7 +20,7 @@ from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
 from shardlib.find.equivalence import Classes
-from shardlib.find.experts import EXPERT, FoundExperts, experts_of
+from shardlib.find.experts import EXPERT, NONE, FoundExperts, experts_of
 from shardlib.find.found import FoundRules, Price
 from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
@@ -285,13 +285,18 @@ class Search:
         self, objective: Objective, layout: Layout, own: "_Answer", lowers: bool
     ) -> Iterator[tuple[str, Objective]]:
         """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, and with
-        whole sequences, without `tensor`, or with the rows of the batch cut over it as well.
+        whole sequences, without `tensor`, or with the rows of the batch cut over it as well. On a
+        mesh with `expert`, one of them leaves all experts on every device.
 
         The integer program misses some costs of a program, so that answers that it finds alike may
         differ once they are lowered. Without lowering, rows are cut where leaving `tensor` idle is
         as quick as a cut of other dims.
         """
-        if layout.tensor == 1 or self.given is not None:
+        if self.given is not None:
+            return
+        if layout.expert > 1 and lowers:
+            yield "whole experts", dataclasses.replace(objective, experts=NONE)
+        if layout.tensor == 1:
             return
         if lowers:
             nested = dataclasses.replace(objective, nested_params=True)

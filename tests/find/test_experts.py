@@ -93,8 +93,8 @@ def find(make=MoE, **options):
     return sl.find_rules(make, **options)
 
 
-def large(rngs, dispatch="dense"):
-    return MoE(rngs, dim=512, hidden=4096, experts=8, dispatch=dispatch)
+def large(rngs, **options):
+    return MoE(rngs, dim=512, hidden=4096, experts=8, **options)
 
 
 def cuts(found):
@@ -107,28 +107,43 @@ def cuts(found):
 
 
 @pytest.mark.rest("mesh")
-@pytest.mark.parametrize("mesh", MESHES)
-def test_experts_are_cut_over_expert(mesh):
+@pytest.mark.parametrize(("mesh", "scanned"), [(MESHES[0], True), (MESHES[1], False)])
+def test_experts_are_cut_over_expert(mesh, scanned):
     """Expert parallelism: Lepikhin et al. 2020, "GShard", section 3.2. Nothing else takes the
     axis, and rows outside of the experts are cut over it."""
-    found = find(large, mesh=mesh, batch=shapes(16, 256))
-    cut = cuts(found)
-    experts = {path: axes for path, axes in cut.items() if path.endswith(("up", "down", "bias"))}
-    assert {path for path, axes in cut.items() if "expert" in "+".join(axes)} <= set(experts)
-    for name in ("up", "down"):
-        assert cut[f"blocks/*/{name}"][0] == "expert"
-    assert dict(found.rules.paths)["blocks/*/up"][0] == "expert"
+    found = find(functools.partial(large, scanned=scanned), mesh=mesh, batch=shapes(16, 256))
+    cut, layers = cuts(found), int(scanned)
+    names = {path.rpartition("/")[2] for path, axes in cut.items() if "expert" in "+".join(axes)}
+    assert {"up", "down"} <= names <= {"up", "down", "bias"}
+    for path, axes in cut.items():
+        if path.endswith(("/up", "/down")):
+            assert axes[layers] == dict(found.rules.paths)[path][layers] == "expert"
     activations = dict(found.rules.activations)
     assert activations["batch"] == (tuple(axis.partition("=")[0] for axis in mesh.split(",")),)
     assert activations["expert"] == (("expert",),)
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("mesh", MESHES)
-def test_experts_train_as_one_device(mesh):
-    rules = find(large, mesh=mesh, batch=shapes(16, 256)).rules.at_other_sizes()
-    make = functools.partial(MoE, experts=8)
+def test_small_experts_stay_whole():
+    found = find(mesh=MESHES[0])
+    assert "expert" not in str(cuts(found).values())
+    assert "whole experts, fsdp=4,expert=2" in [price.name for price in found.prices]
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(("mesh", "scanned"), [(MESHES[0], False), (MESHES[1], True)])
+def test_experts_train_as_one_device(mesh, scanned):
+    make = functools.partial(large, scanned=scanned)
+    rules = find(make, mesh=mesh, batch=shapes(16, 256)).rules.at_other_sizes()
+    make = functools.partial(MoE, experts=8, scanned=scanned)
     sl.testing.assert_equivalent(make, loss, draws(), [mesh], rules=rules, optimizer=ADAM)
+
+
+@pytest.mark.mesh
+def test_experts_cut_by_hand_train_as_one_device():
+    rules = sl.rules.STANDARD.override(paths=HAND)
+    make = functools.partial(MoE, experts=8)
+    sl.testing.assert_equivalent(make, loss, draws(), [MESHES[0]], rules=rules, steps=1)
 
 
 def sent(mesh, rules):
@@ -147,7 +162,7 @@ def sent(mesh, rules):
 HAND = {
     "tokens/embedding": ("vocab", "embed"),
     "head/kernel": ("embed", "vocab"),
-    "mixes/*/kernel": ("embed", None),
+    "**/mix/kernel": ("embed", None),
     "**/up": ("expert", "embed", "mlp"),
     "**/down": ("expert", "mlp", "embed"),
 }
@@ -173,8 +188,8 @@ def test_traffic_is_that_of_the_compiled_program_and_no_more_than_by_hand(mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_sorted_dispatch_trains_as_one_device(mesh):
     """`jax.lax.ragged_dot` computes all rows on each device, and the weights are stored cut."""
-    found = find(lambda rngs: large(rngs, "sorted"), mesh=mesh, batch=shapes(16, 256))
-    assert cuts(found)["blocks/*/up"][0] == "expert"
+    found = find(lambda rngs: large(rngs, dispatch="sorted"), mesh=mesh, batch=shapes(16, 256))
+    assert cuts(found)["blocks/*/experts/up"][0] == "expert"
     make, rules = functools.partial(MoE, experts=8, dispatch="sorted"), found.rules
     options = {"rules": rules.at_other_sizes(), "optimizer": ADAM}
     sl.testing.assert_equivalent(make, loss, draws(), [mesh], **options)

@@ -51,20 +51,38 @@ class Experts(nnx.Module):
         return jnp.zeros_like(rows).at[order // 2].add(made).reshape(x.shape)
 
 
+class Block(nnx.Module):
+    def __init__(self, dim, hidden, experts, dispatch, rngs):
+        self.mix = nnx.Linear(dim, dim, rngs=rngs)
+        self.experts = Experts(dim, hidden, experts, dispatch, rngs)
+
+    def __call__(self, x):
+        x = x + jax.nn.silu(self.mix(x))
+        return x + self.experts(x)
+
+
 class MoE(nnx.Module):
-    def __init__(self, rngs, *, dim=64, hidden=128, experts=4, layers=2, dispatch="dense"):
+    def __init__(self, rngs, *, dim=64, hidden=128, experts=4, dispatch="dense", scanned=False):
+        def make(rngs):
+            return Block(dim, hidden, experts, dispatch, rngs)
+
         self.tokens = nnx.Embed(VOCAB, dim, rngs=rngs)
-        self.mixes = nnx.List([nnx.Linear(dim, dim, rngs=rngs) for _ in range(layers)])
-        self.blocks = nnx.List(
-            [Experts(dim, hidden, experts, dispatch, rngs) for _ in range(layers)]
+        stacked = nnx.vmap(make, in_axes=0, out_axes=0)
+        self.blocks = (
+            stacked(rngs.split(2)) if scanned else nnx.List([make(rngs) for _ in range(2)])
         )
         self.head = nnx.Linear(dim, VOCAB, use_bias=False, rngs=rngs)
+        self.scanned = scanned
 
     def __call__(self, tokens):
         x = self.tokens(tokens)
-        for mix, block in zip(self.mixes, self.blocks, strict=True):
-            x = x + jax.nn.silu(mix(x))
-            x = x + block(x)
+        if self.scanned:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.blocks
+            )
+        else:
+            for block in self.blocks:
+                x = block(x)
         return self.head(x)
 
 
