@@ -131,12 +131,15 @@ def test_small_experts_stay_whole():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("mesh", "scanned"), [(MESHES[0], False), (MESHES[1], True)])
-def test_experts_train_as_one_device(mesh, scanned):
+@pytest.mark.parametrize(
+    ("mesh", "scanned", "microbatches"), [(MESHES[0], False, 1), (MESHES[1], True, 2)]
+)
+def test_experts_train_as_one_device(mesh, scanned, microbatches):
     make = functools.partial(large, scanned=scanned)
     rules = find(make, mesh=mesh, batch=shapes(16, 256)).rules.at_other_sizes()
     make = functools.partial(MoE, experts=8, scanned=scanned)
-    sl.testing.assert_equivalent(make, loss, draws(), [mesh], rules=rules, optimizer=ADAM)
+    options = {"rules": rules, "optimizer": ADAM, "microbatches": microbatches}
+    sl.testing.assert_equivalent(make, loss, draws(), [mesh], **options)
 
 
 @pytest.mark.mesh
