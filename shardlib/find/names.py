@@ -23,6 +23,9 @@ BATCH = "batch"
 _Names = tuple[str | None, ...]
 _MAX_WORDS = 3
 """Parameters that a name lists."""
+_HEADS_AT = {-2, -3}
+"""The dims of heads, counted from the last, in kernels of attention in Flax: `[embed, heads,
+head_dim]`, and `[heads, head_dim, embed]` back."""
 _MANY = 4
 """Parameters that read or write the residual stream, at least."""
 _WEIGHTS = ("kernel", "embedding", "weight", "w", "scale", "bias", "b")
@@ -280,12 +283,14 @@ def _own_name(axis: FoundAxis, residual: bool, ids: Set[str]) -> str:
         return "layers"
     if not axis.touches:
         return f"inner{axis.size}"
+    matrices = [touch for touch in axis.touches if len(touch.shape) > 1]
+    makers = [touch for touch in matrices if touch.dim == len(touch.shape) - 1]
+    if not makers and {touch.dim - len(touch.shape) for touch in matrices} >= _HEADS_AT:
+        return "heads"
     if residual:
         return "embed"
     if any(touch.pattern.endswith("embedding") and touch.dim == 0 for touch in axis.touches):
         return "vocab"
-    matrices = [touch for touch in axis.touches if len(touch.shape) > 1]
-    makers = [touch for touch in matrices if touch.dim == len(touch.shape) - 1]
     words = [_word(touch) for touch in makers or matrices or axis.touches]
     return "_".join(dict.fromkeys(words[:_MAX_WORDS])) + ("" if makers else "_in")
 

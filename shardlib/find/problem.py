@@ -269,12 +269,14 @@ class LayoutProblem(IntegerProgram):
         return elsewhere and dims[dim] == tuple(axis for axis in pin if axis != EXPERT)
 
     def _pins(self, tensor: TensorClass) -> dict[int, tuple[str, ...]]:
-        """Returns the mesh axes of dims that are decided: of an axis that a tensor has twice, as
-        scores of all pairs of rows, the first dim."""
-        pins = {}
-        for axis, pin in self.objective.pinned_axes.items():
-            dim = tensor.axes.index(axis) if axis in tensor.axes else None
-            if dim is not None and tensor.shape[dim] % self.network.degree(pin) == 0:
+        """Returns the mesh axes of dims that are decided: of rows that meet in a tensor, as in
+        scores of all pairs, the first dim."""
+        pins: dict[int, tuple[str, ...]] = {}
+        for dim, (axis, size) in enumerate(zip(tensor.axes, tensor.shape, strict=True)):
+            pin = self.objective.pinned_axes.get(axis)
+            if pin is None or size % self.network.degree(pin):
+                continue
+            if not any(set(pin) & set(other) for other in pins.values()):
                 pins[dim] = pin
         return pins
 

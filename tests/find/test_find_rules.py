@@ -181,6 +181,22 @@ def test_a_pattern_matches_no_other_parameters_and_rows_may_meet():
 
 
 @pytest.mark.mesh
+def test_rows_of_two_inputs_may_meet():
+    """Images of one leaf are compared with texts of another, of which there are fewer."""
+
+    def compared(model, batch):
+        return -jnp.mean(jax.nn.log_softmax(model(batch["x"]) @ batch["y"].T)[:, 0])
+
+    inputs = BATCH | {"y": jax.ShapeDtypeStruct((8, 512), jnp.float32)}
+    options = {"loss": compared, "inputs": (BATCH["x"],)}
+    found = find(Named(), batch=inputs, precision="f32", **options)
+    draws = np.random.default_rng(0)
+    host = {name: draws.normal(size=leaf.shape).astype("f") for name, leaf in inputs.items()}
+    options = {"rules": found.rules, "inputs": (host["x"],), "steps": 1}
+    assert sl.testing.assert_equivalent(Named(), compared, host, ["fsdp=4,tensor=2"], **options)
+
+
+@pytest.mark.mesh
 def test_a_model_that_names_activations_alone_gets_rules_for_paths_and_names():
     """Its tables have the names of its constraint; parameters go by path."""
     model = Named(constrained=True)
@@ -301,6 +317,17 @@ def test_names_of_ones_own_and_the_axis_of_a_loop():
     stacked = [t for t in found.classes.tensors if t.shape == (32, 16, 512)]
     assert stacked
     assert all(t.axes[0] == lengths for t in stacked)
+
+
+def test_heads_of_flax_attention_have_their_name():
+    def make(rngs):
+        return nnx.MultiHeadAttention(32, 4096, decode=False, use_bias=False, rngs=rngs)
+
+    x = {"x": jax.ShapeDtypeStruct((16, 512, 4096), jnp.float32)}
+    found = find(make, loss=lambda m, b: jnp.mean(m(b["x"]) ** 2), batch=x, precision="f32")
+    paths = dict(found.rules.paths)
+    assert {paths[f"{name}/kernel"][1] for name in ("query", "key", "value")} == {"heads"}
+    assert paths["out/kernel"][0] == "heads"
 
 
 class Wide(nnx.Module):
