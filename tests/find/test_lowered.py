@@ -10,8 +10,6 @@ from unannotated_lm import LM, loss, shapes
 import shardlib as sl
 from shardlib.find.simplified import selected, summed_once
 
-LEAST_BYTES = 1e5
-
 
 def sent_by_compiled(model, mesh, found):
     with sl.use(sl.make_mesh(mesh), found.rules):
@@ -43,13 +41,10 @@ def test_bytes_by_axes_are_those_of_the_compiled_program(scanned):
     for (_, axes), sent in found.traffic.items():
         told[axes] = told.get(axes, 0.0) + sent
     true = sent_by_compiled(model, mesh, found)
-    large = {
-        axes for axes in {*told, *true} if max(told.get(axes, 0), true.get(axes, 0)) > LEAST_BYTES
-    }
-    assert large
-    for axes in large:
-        # XLA for CPU sums each of the three gradients of what an attention reads; others add first.
-        assert told.get(axes, 0.0) == pytest.approx(true.get(axes, 0.0), rel=0.2), axes
+    # XLA for CPU sums all three gradients of what an attention reads, where others add them first:
+    # in each of two layers two more sums [4, 64, 512] in bfloat16.
+    told["tensor",] += 2 * 2 * 4 * 64 * 512 * 2
+    assert told == pytest.approx(true, abs=100)
 
 
 def test_answers_are_ranked_by_what_a_device_runs():
