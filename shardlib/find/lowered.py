@@ -42,10 +42,12 @@ class LoweredWorkload(TracedWorkload):
     platform: str = "tpu"
     """The platform of the devices."""
 
-    def costs(self, layout: Layout) -> tuple[Tally, Tally]:
+    def costs(self, layout: Layout, platform: str | None = None) -> tuple[Tally, Tally]:
         """Returns the costs of one device for a microbatch, and for the update after it."""
         lowered = self._lowered(layout)
-        return (lowered, self.step.update_costs(layout)) if lowered else super().costs(layout)
+        if lowered is None:
+            return super().costs(layout, platform)
+        return lowered, self.step.update_costs(layout)
 
     def peak_memory(self, layout: Layout, cluster: Cluster) -> Memory:
         """Returns the memory of one device at the peak of a step. The program holds gathered
@@ -107,7 +109,7 @@ def lowered_tally(step: TracedStep, layout: Layout, platform: str) -> Tally | No
     mesh = abstract_mesh(str(layout), layout.num_devices)
     mesh = mesh.update(abstract_device=AbstractDevice(platform, None, platform=platform))
     places = step.places(layout)["updates" if layout.microbatches == 1 else "gradients"]
-    outputs = [_layout(one) for one in places.values()]
+    outputs = [*(_layout(one) for one in places.values()), from_spec((), 0)]
     traced = Traced(closed, [0] * len(closed.jaxpr.outvars))
     with use(mesh, step.rules) as scope:  # type: ignore[arg-type]
         planned = {}
@@ -125,7 +127,7 @@ def lowered_tally(step: TracedStep, layout: Layout, platform: str) -> Tally | No
     if platform == "tpu":
         program = selected(program)
     is_param = [kind == "param" for _, kind in arguments]
-    return _counted(program, is_param, layout, batch)
+    return _counted(program, is_param, layout, batch, platform)
 
 
 def _arguments(
@@ -164,7 +166,11 @@ def _layout(placement: Placement, *, stored: bool = False) -> ValueLayout:
 
 
 def _counted(
-    program: Jaxpr, is_param: Sequence[bool], layout: Layout, batch: Sequence[str]
+    program: Jaxpr,
+    is_param: Sequence[bool],
+    layout: Layout,
+    batch: Sequence[str],
+    platform: str,
 ) -> Tally:
     """Returns the costs of the program of one device. `batch` are the mesh axes of the batch: sums
     over them in the backward pass are of gradients."""
@@ -174,7 +180,7 @@ def _counted(
     ]
     constants = [replicated(var.aval) for var in program.constvars]  # type: ignore[arg-type]
     sizes = {axis: layout.size(axis) for axis in AXES}
-    _, tally = Walk(sizes, _no_names).run(program, [*constants, *laids])
+    _, tally = Walk(sizes, _no_names, platform).run(program, [*constants, *laids])
     moved = tally.moved.copy()
     moved.clear()
     for (during, one), count in tally.moved.items():

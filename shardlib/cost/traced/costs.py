@@ -21,6 +21,7 @@ from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
 from shardlib.cost.traced.primitives import keeps_summands, results
 from shardlib.cost.traced.products import PRODUCTS, product
+from shardlib.cost.traced.tiles import least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 
 _EXPONENTIALS = frozenset(
@@ -141,8 +142,9 @@ class Walk:
         self,
         sizes: Mapping[str, float],
         resolve: Callable[[tuple[str | None, ...], tuple[int, ...], str], Spec],
+        platform: str | None = None,
     ):
-        self.sizes, self.resolve = sizes, resolve
+        self.sizes, self.resolve, self.platform = sizes, resolve, platform
 
     def run(
         self, jaxpr: Any, laids: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
@@ -168,12 +170,13 @@ class _Run:
 
     def outs(self, apart: int) -> list[ValueSharding]:
         """Runs the program and returns the layouts of its results."""
-        live = Live(self.program, fusion(self.program), set(self.program.outvars[:apart]))
+        groups = fusion(self.program, self.walk.platform)
+        live = Live(self.program, groups, set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
             self.during = _pass(stack)
             inside = self._operation(operation, stack)
-            live.step(index, self._held, inside)
+            live.step(index, self._held_at_once, inside, self._copies(operation))
         self._fused()
         self.costs.peak_bytes = live.peak
         return [self._read(value) for value in self.program.outvars]
@@ -211,6 +214,28 @@ class _Run:
 
     def _held(self, value: Any) -> float:
         return self.spread.num_bytes(value.aval, self.env[value])
+
+    def _held_at_once(self, value: Any) -> float:
+        """Returns the bytes of a value in memory, padded as its platform does."""
+        held = self._held(value)
+        return held * least_padding(self._dims(value)) if self.walk.platform == "tpu" else held
+
+    def _copies(self, operation: Operation) -> Mapping[Any, float]:
+        """Returns the bytes of arguments that a convolution on TPUs copies into its own layout: of
+        images with few channels a multiple."""
+        if self.walk.platform != "tpu" or operation.name != "conv_general_dilated":
+            return {}
+        images = operation.invars[0]
+        if is_literal(images) or images not in self.program.invars:
+            return {}
+        dims, spec = self._dims(images), operation.params["dimension_numbers"].lhs_spec
+        return {images: self._held(images) * operand_padding(dims[spec[0]], dims[spec[1]])}
+
+    def _dims(self, value: Any) -> list[float]:
+        """Returns the dims of a value on one device."""
+        laid = self.env[value]
+        pairs = zip(value.aval.shape, laid.spec, strict=True)
+        return [size / self.spread.shards(axes) for size, axes in pairs]
 
     def _settled(self, operation: Operation, ins: list[ValueSharding]) -> list[ValueSharding]:
         """Returns the operands with their summands reduced, once for all readers."""
@@ -276,7 +301,7 @@ class _Run:
         """Counts the kernels, the bytes they move, and the bytes kept for the backward pass."""
         made: set[Any] = set()
         kept: set[Any] = set()
-        for group in fusion(self.program):
+        for group in fusion(self.program, self.walk.platform):
             during = _pass(f"{self.stack}/{group.stack}")
             if during == "forward":
                 made.update(group.writes)

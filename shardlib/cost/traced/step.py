@@ -41,7 +41,8 @@ class TracedStep:
     """The programs of one step, without a mesh."""
 
     gradient: Any
-    """Jaxpr of the gradients of a batch, from parameters, model state, batch and key."""
+    """Jaxpr of the gradients of a batch and its loss, from parameters, model state, batch and
+    key."""
     update: Any
     """Jaxpr of the update, from gradients, optimizer state and parameters."""
     module: FunctionalModule
@@ -92,10 +93,13 @@ class TracedStep:
             lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype), self.examples
         )
 
-    def costs(self, layout: Layout, parts: float) -> tuple[Tally, Tally]:
-        """Returns the costs of one device for a microbatch, which is one of `parts` equal parts of
-        the traced batch, and for the update after it."""
-        return self._summed(layout.sizes, layout.zero, parts), self.update_costs(layout)
+    def costs(
+        self, layout: Layout, parts: float, platform: str | None = None
+    ) -> tuple[Tally, Tally]:
+        """Returns the costs of one device of a platform for a microbatch, which is one of `parts`
+        equal parts of the traced batch, and for the update after it."""
+        microbatch = self._summed(layout.sizes, layout.zero, parts, platform)
+        return microbatch, self.update_costs(layout)
 
     def update_costs(self, layout: Layout) -> Tally:
         """Returns the costs of one device for the update."""
@@ -162,7 +166,9 @@ class TracedStep:
             "moments": place_optimizer(self.opt_state, moments),
         }
 
-    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[ValueSharding], Tally]:
+    def _walk(
+        self, degrees: Mesh, zero: int, parts: float, platform: str | None
+    ) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the gradients after the forward and backward pass, and the
         costs."""
         places = self._placed(degrees, zero)
@@ -176,13 +182,14 @@ class TracedStep:
         jaxpr = self.gradient
         laids += [replicated(var.aval) for var in jaxpr.invars[len(laids) :]]
         constants = [replicated(var.aval) for var in jaxpr.constvars]
-        outs, costs = self._on(degrees, parts).run(jaxpr, (*constants, *laids), apart=len(params))
+        walk = self._on(degrees, parts, platform)
+        outs, costs = walk.run(jaxpr, (*constants, *laids), apart=len(params))
         return outs[: len(params)], costs
 
-    def _sum(self, degrees: Mesh, zero: int, parts: float) -> Tally:
+    def _sum(self, degrees: Mesh, zero: int, parts: float, platform: str | None) -> Tally:
         """Returns the costs of `_walk` with the gradient sums. `zero` 1 and 2 differ only in
         them."""
-        outs, costs = self._walked(degrees, max(zero, 2), parts)
+        outs, costs = self._walked(degrees, max(zero, 2), parts, platform)
         wanted = self._placed(degrees, zero)["gradients"]
         leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
         summed = dataclasses.replace(costs, moved=costs.moved.copy())
@@ -198,14 +205,14 @@ class TracedStep:
         _relay(costs, "forward", walk, leaves, outs[: len(leaves)], places["params"])
         return costs
 
-    def _on(self, degrees: Mesh, parts: float) -> Walk:
+    def _on(self, degrees: Mesh, parts: float, platform: str | None = None) -> Walk:
         named = _sizes(degrees)
 
         def resolve(names: tuple[str | None, ...], shape: tuple[int, ...], kind: str) -> Spec:
             found = self.rules.resolve(names, shape, named, kind)  # type: ignore[arg-type]
             return spec_of(found.spec, len(shape))
 
-        return Walk({**named, MICRO: parts}, resolve)
+        return Walk({**named, MICRO: parts}, resolve, platform)
 
 
 def spec_of(spec: PartitionSpec, rank: int) -> Spec:

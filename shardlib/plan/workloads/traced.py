@@ -181,9 +181,9 @@ class TracedWorkload:
             ConfigError: If the devices cannot multiply in the workload's precision.
         """
         wide = jnp.dtype(self.precision.compute).itemsize == 4
-        costs = step_costs(
-            *self.costs(layout), layout, late=self.late_axes(layout), sums_twice=not wide
-        )
+        counts = self.costs(layout, cluster.platform)
+        late = self.late_axes(layout)
+        costs = step_costs(*counts, layout, late=late, sums_twice=not wide)
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
         links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)
@@ -212,7 +212,7 @@ class TracedWorkload:
             4.0 * math.prod(leaf.shape) / shards(place, layout)
             for leaf, place in zip(params, places["gradients"].values(), strict=True)
         )
-        costs, _ = self.costs(layout)
+        costs, _ = self.costs(layout, cluster.platform)
         kept = min(costs.kept_bytes, costs.peak_bytes)
         state = jax.tree.leaves(self.step.model_state)
         return Memory(
@@ -226,13 +226,14 @@ class TracedWorkload:
             runtime=RUNTIME_BYTES[cluster.platform],
         )
 
-    def costs(self, layout: Layout) -> tuple[Tally, Tally]:
-        """Returns the costs of one device for a microbatch, and for the update after it."""
+    def costs(self, layout: Layout, platform: str | None = None) -> tuple[Tally, Tally]:
+        """Returns the costs of one device of a platform for a microbatch, and for the update after
+        it."""
         traced = self.step
         # The program of another batch, or of a microbatch, is the same with other sizes.
         if (2 * traced.batch) % self.batch or traced.batch % layout.batch_shards:
             traced = self._traced_anew
-        return traced.costs(layout, layout.microbatches * traced.batch / self.batch)
+        return traced.costs(layout, layout.microbatches * traced.batch / self.batch, platform)
 
     @functools.cached_property
     def _traced_anew(self) -> TracedStep:

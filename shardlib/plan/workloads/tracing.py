@@ -150,12 +150,13 @@ def _gradient(
     batch: PyTree,
     key: jax.Array,
 ) -> Any:
-    """Returns the gradients of a batch, in float32."""
+    """Returns the gradients of a batch, in float32, and its loss."""
 
     def loss(params: PyTree) -> Any:
         return total_loss(module, dtypes, loss_fn, params, model_state, batch, key)[0]
 
-    return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), value
 
 
 def total_loss(
