@@ -186,21 +186,21 @@ class FoundRules(Report):
         """Yields the lines and tables of the report."""
         solution = self.solution
         parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        price = self.prices[0]
         yield (
             f"rules found for {self.mesh_text}{parts} on {self.cluster}: "
-            f"{duration(self.seconds)} a step, within {solution.gap:.1%} of the least that the "
-            "integer program allows"
+            f"{duration(price.seconds)} a step by the cost model, "
+            f"{size(price.memory_bytes)} of {size(self.capacity_bytes)} on a device"
         )
         spent = solution.seconds_by_part
-        yield "of these " + ", ".join(
+        yield (
+            f"the integer program, a simpler model, counts {duration(self.seconds)}, within "
+            f"{solution.gap:.1%} of the least that it allows: "
+        ) + ", ".join(
             f"{duration(spent[part])} of {words}" for part, words in PARTS.items() if spent[part]
         )
         if self.binds:
             yield self.binds
-        yield (
-            f"state and saved activations take {size(solution.memory_bytes)} of "
-            f"{size(self.capacity_bytes)}"
-        )
         if self.late:
             yield f"nothing was found in time for {', '.join(self.late)}"
         columns = ("logical axis", "size>", "params", "activations", "parameters")
