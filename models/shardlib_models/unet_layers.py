@@ -89,28 +89,28 @@ class Conv(nnx.Module):
         return spatial(tag(y, "conv") + self.bias[...][None, None, None])
 
 
-class GroupNorm(nnx.Module):
+class GroupNorm(nnx.GroupNorm):
     """A norm over height, width and a group of channels, computed in float32.
 
     Source: Wu & He 2018, "Group Normalization".
     """
 
     def __init__(self, channels: int, groups: int, eps: float):
-        self.groups, self.eps = groups, eps
-        self.scale = parameter(jnp.ones(channels), "norm")
-        self.bias = parameter(jnp.zeros(channels), "norm")
+        metadata = {"out_sharding": ("norm",), "eager_sharding": False}
+        super().__init__(
+            channels,
+            num_groups=groups,
+            epsilon=eps,
+            dtype=jnp.float32,
+            use_fast_variance=False,
+            scale_metadata=metadata,
+            bias_metadata=metadata,
+            rngs=nnx.Rngs(0),  # Its parameters are ones and zeros.
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the normalised features, of the shape and dtype of `x`."""
-        rows, height, width, channels = x.shape
-        groups = self.groups, channels // self.groups
-        y = x.astype(jnp.float32).reshape(rows, height * width, *groups)
-        y = y - jnp.mean(y, axis=(1, 3), keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=(1, 3), keepdims=True) + self.eps)
-        scale, bias = (
-            each[...].astype(jnp.float32)[None, None, None] for each in (self.scale, self.bias)
-        )
-        return spatial((y.reshape(x.shape) * scale + bias).astype(x.dtype))
+        return spatial(super().__call__(x).astype(x.dtype))
 
 
 class Resnet(nnx.Module):
