@@ -55,6 +55,17 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How the engine runs the encoders of a family: pure functions of the module."""
+
+    hidden: Callable[..., Any]
+    """`hidden(model, tokens [b, n], segment_ids [b, n]) -> [b, n, embed]`: the last residual
+    stream of texts; `segment_ids` are 1 for text and 0 for padding. Both are int32."""
+    max_length: Callable[..., int | None]
+    """`max_length(config)`: the positions that the model has; None if any number."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """One family of models: its config and the pure functions that make and use a model."""
 
@@ -93,6 +104,8 @@ class ModelFamily:
     """For `shardlib.engine`, which also writes the answers of evaluation on tasks; their scores
     come from `model(tokens, segment_ids=...)`, the logits, with 0 for padding. None for families
     that it does not run."""
+    encoding: Encoding | None = None
+    """For embeddings by `shardlib.engine`; None for families whose texts no encoder reads."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

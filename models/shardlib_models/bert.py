@@ -1,4 +1,5 @@
-"""BERT and RoBERTa: encoders of text, for masked tokens, classes of texts, and spans of answers.
+"""BERT and RoBERTa: encoders of text, for masked tokens, classes of texts, spans of answers, and
+embeddings.
 
 Source: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding"; Liu et al. 2019, "RoBERTa: A Robustly Optimized BERT Pretraining Approach".
@@ -13,7 +14,7 @@ from flax import nnx
 
 from shardlib.config import configclass
 from shardlib.errors import ModelError
-from shardlib.registry import DataSpec
+from shardlib.registry import DataSpec, Encoding
 from shardlib.sharding.constrain import constrain
 from shardlib_models.data_sizes import faults_of_size
 from shardlib_models.encoder import ACTIVATIONS, EncoderFields, encode, norm_of, stack
@@ -41,13 +42,16 @@ class BertFields(EncoderFields):
 
 @configclass
 class BertConfig(BertFields):
-    """BERT with a head that predicts masked tokens.
+    """BERT with a head that predicts masked tokens, or without a head.
 
     Of the tokens, `mask_rate` are predicted: 80% of them are replaced by the mask token, 10% by any
     token, and 10% stay. Source: Devlin et al. 2019, appendix A.1.
     """
 
     name: Literal["bert"] = "bert"
+    head: Literal["masked", "none"] = "masked"
+    """`none` for a model without a head, as models for embeddings are published; it cannot be
+    trained."""
     mask_token: int | None = None
     """Id that hides a token; null for the first id beyond the vocabulary of the data."""
     mask_rate: float = 0.15
@@ -125,12 +129,13 @@ class MaskedHead(nnx.Module):
 
 
 class BertMaskedLM(nnx.Module):
-    """BERT from tokens to the logits of the token at each position."""
+    """BERT from tokens to the logits of the token at each position, or to its output if it has no
+    head."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.encoder = BertEncoder(config, rngs=rngs)
-        self.head = MaskedHead(config, rngs=rngs)
+        self.head = MaskedHead(config, rngs=rngs) if config.head == "masked" else None
 
     def __call__(
         self,
@@ -140,7 +145,8 @@ class BertMaskedLM(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the logits [batch, length, vocab], in the dtype of the parameters.
+        """Returns the logits [batch, length, vocab], or without a head the last residual stream
+        [batch, length, embed], in the dtype of the parameters.
 
         Args:
             tokens: [batch, length] int32.
@@ -153,7 +159,7 @@ class BertMaskedLM(nnx.Module):
             ModelError: If the row is longer than `max_positions`.
         """
         x = self.encoder(tokens, types, positions, segment_ids)
-        return self.head(whole(x), self.encoder.token_embedding)
+        return x if self.head is None else self.head(whole(x), self.encoder.token_embedding)
 
 
 class BertClassifier(nnx.Module):
@@ -275,3 +281,11 @@ def make_spans(config: BertSpansConfig, data: DataSpec, rngs: nnx.Rngs) -> BertS
     _valid(config, data)
     size = config.vocab_size or data.vocab_size
     return BertSpans(dataclasses.replace(config, vocab_size=size), rngs=rngs)
+
+
+def hidden(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Returns the last residual stream [batch, length, embed] of a BERT with any head or none."""
+    return model.encoder(tokens, None, None, segment_ids)
+
+
+ENCODING = Encoding(hidden=hidden, max_length=lambda config: config.max_positions)

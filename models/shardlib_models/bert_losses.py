@@ -11,6 +11,7 @@ from shardlib.losses import Mean, cross_entropy
 from shardlib.losses.aggregate import Aggregate, Output
 from shardlib.registry import LABELED_TEXT, SPANS, TEXT, DataSpec, ModelFamily
 from shardlib_models.bert import (
+    ENCODING,
     BertClassifier,
     BertClassifierConfig,
     BertConfig,
@@ -48,8 +49,14 @@ def masked_loss(
         The loss, and the metrics `accuracy` and `nll_nats`.
 
     Raises:
-        ModelError: If the id of the mask token is unknown.
+        ModelError: If the id of the mask token is unknown, or the model has no head.
     """
+    if model.head is None:
+        raise ModelError(
+            "a BERT without a head (model.head: none) has no loss to train by.\n"
+            "  Set model.name to bert_classifier or bert_spans, which may start from its folder by "
+            "model.init_from."
+        )
     _switch(model, train)
     tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
     shown, chosen = mask_tokens(tokens, rng, model.config)
@@ -162,9 +169,13 @@ MASKED = ModelFamily(
     make=make_masked,
     validate=validate,
     loss=masked_loss,
+    encoding=ENCODING,
     architectures={
         "BertForMaskedLM": "shardlib_models.hf.bert:BERT_MASKED",
         "RobertaForMaskedLM": "shardlib_models.hf.bert:ROBERTA_MASKED",
+        "BertModel": "shardlib_models.hf.bert:BERT_HEADLESS",
+        "RobertaModel": "shardlib_models.hf.bert:ROBERTA_HEADLESS",
+        "XLMRobertaModel": "shardlib_models.hf.bert:XLM_ROBERTA_HEADLESS",
     },
 )
 
@@ -174,6 +185,7 @@ CLASSIFIER = ModelFamily(
     make=make_classifier,
     validate=validate,
     loss=classifier_loss,
+    encoding=ENCODING,
     architectures={
         "BertForSequenceClassification": "shardlib_models.hf.bert:BERT_CLASSIFIER",
         "RobertaForSequenceClassification": "shardlib_models.hf.bert:ROBERTA_CLASSIFIER",
@@ -186,6 +198,7 @@ SPAN_FINDER = ModelFamily(
     make=make_spans,
     validate=validate,
     loss=spans_loss,
+    encoding=ENCODING,
     architectures={
         "BertForQuestionAnswering": "shardlib_models.hf.bert:BERT_SPANS",
         "RobertaForQuestionAnswering": "shardlib_models.hf.bert:ROBERTA_SPANS",

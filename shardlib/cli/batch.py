@@ -19,6 +19,7 @@ from shardlib.cli.engine_options import (
     Deterministic,
     Name,
     Pages,
+    Pooling,
     Slots,
     Speculate,
     Weights,
@@ -55,6 +56,7 @@ def batch(
     weights: Weights = None,
     cache: Cache = None,
     adapters: Adapters = None,
+    pooling: Pooling = None,
     mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +68,7 @@ def batch(
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
         chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
-        cache=cache,
+        cache=cache, pooling=pooling,
     )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:

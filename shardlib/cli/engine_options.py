@@ -56,6 +56,13 @@ Cache = Annotated[
     str | None,
     typer.Option(metavar="int8", help="Keys and values in 8 bits; default: as the model."),
 ]
+Pooling = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cls|mean|max",
+        help="How an encoder's output becomes an embedding; default: as its folder says, or mean.",
+    ),
+]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(

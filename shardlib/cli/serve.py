@@ -15,6 +15,7 @@ from shardlib.cli.engine_options import (
     Deterministic,
     Name,
     Pages,
+    Pooling,
     Slots,
     Speculate,
     Weights,
@@ -61,6 +62,7 @@ def serve(
     weights: Weights = None,
     cache: Cache = None,
     adapters: Adapters = None,
+    pooling: Pooling = None,
     mesh: Mesh = None,
 ) -> None:
     """Serve the OpenAI API over HTTP.
@@ -82,7 +84,7 @@ def serve(
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
         chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
-        cache=cache,
+        cache=cache, pooling=pooling,
     )  # fmt: skip
     if host not in _LOCAL and not keys:
         warn(f"anyone who reaches {host} may ask: there are no API keys. Give --api-keys.")

@@ -1,7 +1,7 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.engine.requests import Sampling
 from shardlib.engine.servable import Servable
 from shardlib.errors import ModelError, did_you_mean
-from shardlib.registry import Decoding
+from shardlib.registry import Decoding, Encoding
 
 Prompt = str | Sequence[int]
 
@@ -66,20 +66,58 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-def decoding_of(servable: Servable) -> Decoding:
-    """Returns how a model decodes; raises `ModelError` if the engine does not run it."""
+def ways_of(
+    servable: Servable,
+) -> tuple[Decoding | None, Encoding | None, Callable[[Any], int | None]]:
+    """Returns how a model decodes, how it encodes, and the function of its config that gives its
+    positions; raises `ModelError` if it does neither."""
     if not hasattr(servable, "family"):
         given = repr(servable) if isinstance(servable, str) else type(servable).__name__
         raise ModelError(
             f"an engine serves a loaded model, not {given}.\n"
             "  Load it: sl.Engine(sl.hf.load(folder)) or sl.Engine(sl.load_run(run_dir))."
         )
-    if (decoding := servable.family.decoding) is not None:
-        return decoding
+    family = servable.family
+    if (way := family.decoding or family.encoding) is not None:
+        return family.decoding, family.encoding, way.max_length
     raise ModelError(
-        f"a {type(servable.model).__name__} is not a decoder that the engine runs.\n"
-        "  Load a language model, such as Llama or GPT-2."
+        f"a {type(servable.model).__name__} is not a decoder or an encoder of texts.\n"
+        "  Load a language model, such as Llama or GPT-2, or one for embeddings, such as BERT."
     )
+
+
+_USUAL: dict[str, Any] = {"page_size": 16, "lane": 32, "prefix_cache": True, "speculate": 0}
+"""The defaults of options of `Engine`; that of others is None."""
+
+
+def check_options(servable: Servable, **options: Any) -> None:
+    """Raises `ModelError` for options of `Engine` that a model without a decoder, or without an
+    encoder, does not have."""
+    family = servable.family
+    foreign = {"pooling"} if family.encoding is None else options.keys() - {"pooling"}
+    if family.encoding is not None and family.decoding is not None:
+        foreign = set()
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in options.items()
+        if name in foreign and (value or None) != (_USUAL.get(name) or None)
+    ]
+    if wrong:
+        is_encoder = family.encoding is not None
+        what = "an encoder, which writes no text" if is_encoder else "not an encoder"
+        raise ModelError(
+            f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
+            "  Leave it out."
+        )
+
+
+def check_embeds(sampling: Sampling, kind: str) -> None:
+    """Raises `ModelError` for a request that asks an encoder for more than an embedding."""
+    if not sampling.embedding:
+        raise ModelError(
+            f"a {kind} is an encoder, which writes no text.\n"
+            "  Ask for embeddings: engine.embed(texts), or /v1/embeddings."
+        )
 
 
 def check_adapter(name: str | None, adapters: Collection[str]) -> None:

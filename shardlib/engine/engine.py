@@ -15,16 +15,24 @@ from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
     check_adapter,
+    check_embeds,
     check_exact,
-    decoding_of,
+    check_options,
     one_each,
     one_sampling,
     prompt_list,
     token_ids,
+    ways_of,
 )
+from shardlib.engine.encoder import empty_texts, longest_text, opened_encoder, text_arrays
 from shardlib.engine.grammars import GrammarReader
 from shardlib.engine.open_requests import InFlight, OpenRequests
-from shardlib.engine.programs import Arranger, DeviceState, EnginePrograms, num_groups
+from shardlib.engine.programs import (
+    Arranger,
+    DeviceState,
+    EnginePrograms,
+    num_groups,
+)
 from shardlib.engine.requests import Completion, FinishReason, Sampling
 from shardlib.engine.scheduler import (
     EngineStep,
@@ -38,6 +46,7 @@ from shardlib.engine.texts import TextStream
 from shardlib.engine.weights import ServedWeights, placed, shardings_of
 from shardlib.errors import ModelError
 from shardlib.functional.quantized import Bits, check_bits
+from shardlib.hf.pooling import Pooling
 
 
 class Engine:
@@ -48,8 +57,9 @@ class Engine:
     the tokens of the last one are read, unless they are guessed.
 
     Args:
-        servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`. It
-            is served on the mesh and by the rules that it was loaded under.
+        servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`, or
+            an encoder such as BERT, for `embed` alone. It is served on the mesh and by the rules
+            that it was loaded under.
         slots: Sequences that are continued at once. Devices along mesh axes that cut the batch, and
             no parameter, share them and `pages`, and have a chunk each.
         context: Most tokens of a prompt and its answer; None for all that the model and `pages`
@@ -75,10 +85,12 @@ class Engine:
             for the dtype of the model.
         adapters: Models with low-rank adapters by name, as `sl.finetune.load_adapter` returns them.
             A request chooses one by `Sampling.adapter`; all are computed for each row.
+        pooling: How an encoder's output becomes one vector: `cls` for that at the first token,
+            `mean` or `max` of all; None for what the folder says, or else `mean`.
 
     Raises:
-        ModelError: If the model is not a decoder that the engine runs, sizes do not fit, or
-            `deterministic` is asked of other parameters than float32 on a CPU.
+        ModelError: If the engine does not run the model, sizes do not fit, options are not for the
+            model, or `deterministic` is asked of other parameters than float32 on a CPU.
     """
 
     def __init__(
@@ -98,24 +110,27 @@ class Engine:
         weights: Bits | None = None,
         cache: Bits | None = None,
         adapters: Mapping[str, Any] | None = None,
+        pooling: Pooling | None = None,
     ):
         check_bits(weights=weights, cache=cache)
-        decoding, self._adapters = decoding_of(servable), tuple(adapters or ())
+        (decoding, encoding, max_length), self._adapters = ways_of(servable), tuple(adapters or ())
         self._weights = ServedWeights(servable.model, weights, adapters or {})
         model = self._weights.served(nnx.state(servable.model))
         params = nnx.state(model)
+        of_cache = {"pages": pages, "page_size": page_size, "lane": lane, "cache": cache}
+        of_model = {"prefix_cache": prefix_cache, "adapters": adapters, "pooling": pooling}
+        check_options(servable, **of_cache, **of_model, speculate=speculate)
         sizes = self._sizes = engine_sizes(
             groups=num_groups(servable.scope, params),
             slots=slots,
-            context=context,
-            pages=pages,
-            page_size=page_size,
+            context=longest_text(servable, encoding) if context is None else context,
             chunk=chunk,
-            lane=lane,
-            max_length=decoding.max_length(servable.config),
+            max_length=max_length(servable.config),
             deterministic=deterministic,
-            cache=cache,
             num_guesses=speculate,
+            encodes=encoding is not None,
+            writes=decoding is not None,
+            **of_cache,
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = servable.tokenizer
@@ -123,6 +138,7 @@ class Engine:
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
+        self._encoder = opened_encoder(servable, model, encoding, pooling)
         if deterministic:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
@@ -172,8 +188,16 @@ class Engine:
     ) -> Request:
         """Returns a request for `enqueue`. It may be called by any thread, and waits for no step.
         It takes and raises what `submit` does."""
-        tokens = self.encode(prompt)
-        left = self.context - len(tokens)
+        tokens, num_encoded = self.encode(prompt), 0
+        if self._encoder is not None:
+            check_embeds(sampling, self._encoder.name)
+            num_encoded = len(tokens)
+        left = self.context - len(tokens) + (num_encoded > 0)
+        if left < 1 and num_encoded:
+            raise ModelError(
+                f"the text has {len(tokens)} tokens, and the model embeds at most {self.context}.\n"
+                "  Shorten it, or embed its parts."
+            )
         if left < 1:
             raise ModelError(
                 f"the prompt has {len(tokens)} tokens, but the context of {self.context} must hold "
@@ -198,6 +222,7 @@ class Engine:
             stops=frozenset((*sampling.stop_tokens, *ends)),
             priority=priority,
             root=(sampling.adapter or "").encode(),
+            num_encoded=num_encoded,
         )
         if timeout_seconds is not None and jax.process_count() > 1:
             raise ModelError(
@@ -248,9 +273,7 @@ class Engine:
         planned, added = self.scheduler.plan(), {}
         if planned is not None:
             added = self._added(planned)
-            arrays = self._arranger.arrays(planned, added)
-            self._state, result = self._programs.run(self._params, self._state, arrays)
-            self._in_flight.append(InFlight(planned, result, self.version))
+            self._in_flight.append(self._run(planned, added))
             self._num_steps += 1
         # What is added to the logits of the next token depends on this one.
         is_ahead = self._overlap and not added and not self.scheduler.is_careful
@@ -258,6 +281,17 @@ class Engine:
         while len(self._in_flight) > keep:
             self._open.read(self._in_flight.popleft())
         return self.busy
+
+    def _run(self, step: EngineStep, added: dict[SequenceState, np.ndarray]) -> InFlight:
+        """Starts the programs of a step."""
+        result = embeddings = None
+        if self._encoder is not None and step.encodes:
+            texts = text_arrays(step, self._sizes.encoder_shapes)
+            embeddings = self._encoder.run(self._params, texts)
+        if step.draws:
+            arrays = self._arranger.arrays(step, added)
+            self._state, result = self._programs.run(self._params, self._state, arrays)
+        return InFlight(step, result, embeddings, self.version)
 
     @property
     def busy(self) -> bool:
@@ -267,6 +301,9 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles all programs, so that no request waits for one."""
         with self._lock:
+            if self._encoder is not None:
+                for shape in self._sizes.encoder_shapes:
+                    self._encoder.run(self._params, empty_texts(shape, self._sizes.groups))
             for count in self._sizes.lane_counts:
                 idle = EngineStep((GroupStep((), ()),) * self._sizes.groups)
                 arrays = self._arranger.arrays(idle, least_lanes=count)
@@ -313,10 +350,12 @@ class Engine:
     ) -> np.ndarray:
         """Returns the embeddings of prompts: [prompts, features] float32, each of length 1.
 
-        It is what the head reads of the last token, as for models that are trained to embed texts.
+        Of an encoder it is its output, pooled. Of a decoder it is what the head reads of the last
+        token, as for decoders that are trained to embed texts.
 
         Args:
-            prompts: Texts or lists of token ids, or one of them, each shorter than the context.
+            prompts: Texts or lists of token ids, or one of them, each within the context, and
+                shorter for a decoder.
             adapter: The adapter; None for the model without one.
 
         Raises:
@@ -383,7 +422,8 @@ class Engine:
                 answer_tokens=counts["answer"],
                 guessed_tokens=counts["guessed"],
                 right_tokens=counts["right"],
-                num_compiled=self._programs.num_traced,
+                num_compiled=self._programs.num_traced
+                + (self._encoder.num_traced if self._encoder is not None else 0),
             )
 
     def _added(self, step: EngineStep) -> dict[SequenceState, np.ndarray]:
@@ -452,4 +492,5 @@ def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Sche
         lane_width=sizes.lane,
         share_prefixes=share_prefixes,
         num_guesses=sizes.num_guesses,
+        encoder_shapes=sizes.encoder_shapes,
     )

@@ -21,7 +21,10 @@ class InFlight(NamedTuple):
     """A step that runs, and the version of its parameters."""
 
     step: EngineStep
-    result: StepResult
+    result: StepResult | None
+    """What its rows and lanes draw; None without them."""
+    embeddings: jax.Array | None
+    """Embeddings of its texts: [groups, texts, features] float32; None without them."""
     version: int
 
 
@@ -84,7 +87,11 @@ class OpenRequests:
 
     def read(self, in_flight: InFlight) -> None:
         """Records the tokens of a step."""
-        step, result, version = in_flight
+        step, result, embeddings, version = in_flight
+        if embeddings is not None:
+            self._record_texts(step, jax.device_get(embeddings))
+        if result is None:
+            return
         if step.scores:
             self._record_prompts(step, jax.device_get(result.scores))
         drawn = jax.device_get(result.drawn)
@@ -122,6 +129,17 @@ class OpenRequests:
                 row = group, self._sizes.slots + number * self._sizes.lane + offset
                 token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
                 request.prompt_tokens[lane.start + offset + 1] = token
+
+    def _record_texts(self, step: EngineStep, vectors: np.ndarray) -> None:
+        """Ends the requests whose texts an encoder has embedded."""
+        for group, part in enumerate(step.groups):
+            for row, text in enumerate(part.texts):
+                self._scheduler.encoded(text.sequence)
+                request = self.by_sequence.get(text.sequence)
+                if request is not None:
+                    request.embedding = vectors[group, row].copy()
+                    request.first_token_at = time.monotonic()
+                    self._finish(request, "stop")
 
     def _record_embeddings(
         self, drawing: list[tuple[tuple[int, int], DecodeRow | Lane]], vectors: np.ndarray

@@ -83,7 +83,7 @@ class EnginePrograms:
     """The steps of one model."""
 
     def __init__(
-        self, model: nnx.Module, decoding: Decoding, scope: Scope | None, sizes: EngineSizes
+        self, model: nnx.Module, decoding: Decoding | None, scope: Scope | None, sizes: EngineSizes
     ):
         self._graphdef = nnx.graphdef(model)
         self._decoding, self._sizes = decoding, sizes
@@ -126,7 +126,9 @@ class EnginePrograms:
         model, sizes = nnx.merge(self._graphdef, params), self._sizes
         with self._scoped():
             counts, dtype = (sizes.groups, sizes.num_pages, sizes.page_size), sizes.cache
-            pages = self._decoding.pages(model, *counts, dtype and jnp.dtype(dtype))
+            pages = ()
+            if self._decoding is not None:
+                pages = self._decoding.pages(model, *counts, dtype and jnp.dtype(dtype))
             tokens = jnp.zeros((sizes.groups, sizes.slots), jnp.int32)
             return DeviceState(pages, constrain(tokens, "batch", None))
 
@@ -145,25 +147,25 @@ class EnginePrograms:
         self, params: nnx.State, state: DeviceState, arrays: StepArrays
     ) -> tuple[DeviceState, StepResult]:
         self.num_traced += 1
+        decoding = self._decoding
+        assert decoding is not None, "an encoder has no rows and lanes"
         arrays = jax.tree.map(jnp.asarray, arrays)
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, arrays.tokens], axis=1)
             with adapter_of_rows(arrays.adapters):
-                x, pages = self._decoding.step(
-                    model, tokens, rows, state.pages, self._sizes.context
-                )
+                x, pages = decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
             last = jnp.concatenate([slots, arrays.last_rows], axis=1)
             hidden = jnp.take_along_axis(x, last[..., None], axis=1)
-            logits = self._decoding.logits(model, hidden)
+            logits = decoding.logits(model, hidden)
             # All rows, also of slots: few rows may be computed with other bits.
             wanted, targets = jnp.any(arrays.wants_scores), jnp.asarray(arrays.targets)
-            scores = prompt_scores(lambda: self._decoding.logits(model, x), targets, wanted)
+            scores = prompt_scores(lambda: decoding.logits(model, x), targets, wanted)
             positions = jnp.take_along_axis(rows.positions, last, axis=1) + 1
             drawn = by_rows(draw, logits, arrays.settings, positions, arrays.added)
             vectors = embeddings(
-                lambda: self._decoding.embedding(model, hidden), jnp.any(arrays.wants_embeddings)
+                lambda: decoding.embedding(model, hidden), jnp.any(arrays.wants_embeddings)
             )
             result = self._whole(StepResult(drawn, scores, vectors))
             # Slots that did not decode keep their token: one that a lane draws is written after.

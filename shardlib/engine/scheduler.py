@@ -9,13 +9,14 @@ slot and pages at once, because later steps run after it.
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.guesses import NGrams
 from shardlib.engine.page_pool import PagePool, page_key
 from shardlib.engine.requests import Sampling
+from shardlib.engine.sizes import EncoderShape
 from shardlib.errors import ModelError
 
 
@@ -60,6 +61,8 @@ class SequenceState:
     """Pages that were offered to other sequences."""
     is_stale: bool = False
     """Whether its pages are never offered, as other weights have computed some of them."""
+    num_encoded: int = 0
+    """Tokens at the start of the prompt that an encoder reads, all at once."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -68,6 +71,11 @@ class SequenceState:
     @property
     def num_known(self) -> int:
         return len(self.prompt) + len(self.out)
+
+    @property
+    def is_encoded_only(self) -> bool:
+        """Whether its embedding is all that is computed."""
+        return self.num_encoded == len(self.prompt)
 
     @property
     def num_drawn(self) -> int:
@@ -117,17 +125,41 @@ class Lane:
         return self.sequence.sampling.prompt_logprobs and is_prompt
 
 
+@dataclasses.dataclass(frozen=True)
+class EncodedText:
+    """A text that an encoder reads, before the rows and lanes of its step."""
+
+    sequence: SequenceState
+    pages: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.sequence.prompt[: self.sequence.num_encoded]
+
+
 class GroupStep(NamedTuple):
     """The work of one group of devices in a step."""
 
     decodes: tuple[DecodeRow, ...]
     lanes: tuple[Lane, ...]
+    texts: tuple[EncodedText, ...] = ()
+    """Texts of one shape, the same in all groups."""
 
 
 class EngineStep(NamedTuple):
     """The work of one step."""
 
     groups: tuple[GroupStep, ...]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether any text is encoded."""
+        return any(group.texts for group in self.groups)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there are rows or lanes."""
+        return any(group.decodes or group.lanes for group in self.groups)
 
     @property
     def scores(self) -> bool:
@@ -157,6 +189,8 @@ class _Group:
     def __init__(self, num_slots: int, num_pages: int):
         self.pool = PagePool(num_pages)
         self.running: dict[int, SequenceState] = {}
+        self.texts: list[EncodedText] = []
+        """What the step that is planned encodes."""
         self.free_slots = list(range(num_slots))
 
     def in_order(self) -> list[SequenceState]:
@@ -177,6 +211,7 @@ class Scheduler:
         num_groups: Groups of devices.
         num_guesses: Tokens of a lane at most that are guessed; less than `lane_width`. A step with
             guesses is read before the next is planned.
+        encoder_shapes: Shapes of texts that an encoder reads; a step has texts of one shape.
     """
 
     def __init__(
@@ -190,7 +225,9 @@ class Scheduler:
         share_prefixes: bool = True,
         num_groups: int = 1,
         num_guesses: int = 0,
+        encoder_shapes: Sequence[EncoderShape] = (),
     ):
+        self._encoder_shapes = tuple(encoder_shapes)
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
         self.share_prefixes, self.num_guesses = share_prefixes, num_guesses
         self._sizes = num_slots, num_pages
@@ -262,6 +299,11 @@ class Scheduler:
         self._leave(sequence)
         sequence.ended = True
 
+    def encoded(self, sequence: SequenceState) -> None:
+        """Ends a sequence whose embedding is known, and all that was to be computed."""
+        sequence.in_flight = 0
+        self.end(sequence)
+
     def checked(self, lane: Lane, num_right: int) -> None:
         """Records how many guesses of a lane were right; `drawn` records its tokens after that."""
         lane.sequence.computed -= len(lane.guessed) - num_right
@@ -302,13 +344,16 @@ class Scheduler:
     def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
         decodes = [list(self._decodes(group)) for group in self._groups]
+        for group in self._groups:
+            group.texts = []
         lanes = self._lanes()
         guesses = [
             list(self._guesses(group, rows, self.num_lanes - len(taken)))
             for group, rows, taken in zip(self._groups, decodes, lanes, strict=True)
         ]
-        step = EngineStep(tuple(map(_group_step, decodes, lanes, guesses)))
-        works = [work for group in step.groups for work in (*group.decodes, *group.lanes)]
+        texts = [group.texts for group in self._groups]
+        step = EngineStep(tuple(map(_group_step, decodes, lanes, guesses, texts)))
+        works = [work for group in step.groups for part in group for work in part]
         for row in itertools.chain(*(group.decodes for group in step.groups), *guesses):
             row.sequence.computed += 1 + len(row.guessed)
             row.sequence.in_flight += 1
@@ -383,20 +428,40 @@ class Scheduler:
             lanes.append([])
             for sequence in group.in_order():
                 lanes[-1] += self._lanes_of(sequence, self.num_lanes - len(lanes[-1]))
-        while not self._is_trying() and self.waiting:
+        while not self._is_trying() and (sequence := self._next()) is not None:
             free = [
                 number
                 for number, group in enumerate(self._groups)
-                if group.free_slots and len(lanes[number]) < self.num_lanes
+                if group.free_slots
+                and len(lanes[number]) < self.num_lanes
+                and self._has_row(group, sequence)
             ]
             # The idlest group first.
             free.sort(key=lambda number: len(self._groups[number].running))
-            sequence = next(filter(None, map(self._admitted, free)), None)
-            if sequence is None:
+            if not any(self._admitted(number, sequence) for number in free):
                 break
             mine = lanes[sequence.group]
             mine += self._lanes_of(sequence, self.num_lanes - len(mine))
         return lanes
+
+    def _next(self) -> SequenceState | None:
+        """Returns the first waiting sequence. Once a step has texts to encode, it is the first with
+        a text of their shape, or without one."""
+        texts = [text for group in self._groups for text in group.texts]
+        if not texts:
+            return self.waiting[0] if self.waiting else None
+        fitting = {0: None, self._shape_of(texts[0].sequence): None}
+        return next((one for one in self.waiting if self._shape_of(one) in fitting), None)
+
+    def _shape_of(self, sequence: SequenceState) -> EncoderShape | int:
+        """Returns the shape of the text of a sequence that is encoded; 0 if none is."""
+        if not sequence.num_encoded:
+            return 0
+        return next(one for one in self._encoder_shapes if one.length >= sequence.num_encoded)
+
+    def _has_row(self, group: _Group, sequence: SequenceState) -> bool:
+        shape = self._shape_of(sequence)
+        return isinstance(shape, int) or len(group.texts) < shape.rows
 
     def _lanes_of(self, sequence: SequenceState, most: int) -> Iterator[Lane]:
         while most and sequence.computed < sequence.read_until:
@@ -411,12 +476,12 @@ class Scheduler:
             self._offer(sequence)
             yield lane
 
-    def _admitted(self, number: int) -> SequenceState | None:
-        """Returns the first waiting sequence, if a group has pages for all its tokens."""
-        group, sequence = self._groups[number], self.waiting[0]
+    def _admitted(self, number: int, sequence: SequenceState) -> bool:
+        """Admits a waiting sequence if a group has pages for all its tokens; returns whether."""
+        group = self._groups[number]
         if sequence.in_flight:
             # It was preempted, and its last tokens are not known yet.
-            return None
+            return False
         known = sequence.num_known
         # The last token is always computed: what follows it is not in the cache.
         pages = self._shared(sequence, group.pool, (known - 1) // self.page_size)
@@ -427,18 +492,21 @@ class Scheduler:
             taken = group.pool.take(need)
         if taken is None:
             group.pool.release(pages)
-            return None
-        del self.waiting[0]
+            return False
+        self.waiting.remove(sequence)
         sequence.group, sequence.slot = number, group.free_slots.pop(0)
         group.running[sequence.slot] = sequence
         sequence.pages = [*pages, *taken]
-        sequence.computed = len(pages) * self.page_size
+        sequence.computed = sequence.num_encoded or len(pages) * self.page_size
         sequence.num_offered, sequence.read_until = len(pages), known
         sequence.is_stale = False
         self._trial = sequence, len(sequence.out)
         if sequence.num_cached is None:
-            sequence.num_cached = sequence.computed
-        return sequence
+            sequence.num_cached = len(pages) * self.page_size
+        if sequence.num_encoded:
+            group.texts.append(EncodedText(sequence, tuple(sequence.pages)))
+            sequence.in_flight += sequence.is_encoded_only
+        return True
 
     def _is_trying(self) -> bool:
         """Returns whether a suspect is being tried; the last one that passes ends the trials."""
@@ -451,15 +519,16 @@ class Scheduler:
         return False
 
     def _shared(self, sequence: SequenceState, pool: PagePool, most: int) -> list[int]:
-        # The scores of a prompt are computed with its keys and values.
-        if not self.share_prefixes or sequence.sampling.prompt_logprobs:
+        # The scores of a prompt are computed with its keys and values, and an encoder reads all.
+        is_read = sequence.sampling.prompt_logprobs or sequence.num_encoded
+        if not self.share_prefixes or is_read:
             return []
         self._extend_keys(sequence, most)
         return pool.shared(sequence.keys[:most])
 
     def _offer(self, sequence: SequenceState) -> None:
         """Offers the pages that are full of known tokens."""
-        if not self.share_prefixes or sequence.is_stale:
+        if not self.share_prefixes or sequence.is_stale or sequence.num_encoded:
             return
         pool = self._groups[sequence.group].pool
         full = min(sequence.computed, sequence.num_known) // self.page_size
@@ -493,8 +562,11 @@ class Scheduler:
         return -(-num_tokens // self.page_size)
 
 
-def _group_step(rows: Iterable[DecodeRow], lanes: list[Lane], guesses: list[Lane]) -> GroupStep:
+def _group_step(
+    rows: Iterable[DecodeRow], lanes: list[Lane], guesses: list[Lane], texts: list[EncodedText]
+) -> GroupStep:
     """Returns the work of a group, with lanes that have guesses in place of the rows of their
     sequences."""
     slots = {lane.slot for lane in guesses}
-    return GroupStep(tuple(row for row in rows if row.slot not in slots), (*lanes, *guesses))
+    decodes = tuple(row for row in rows if row.slot not in slots)
+    return GroupStep(decodes, (*lanes, *guesses), tuple(texts))

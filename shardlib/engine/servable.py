@@ -20,7 +20,8 @@ class TextTokenizer(Protocol):
 
 
 class Servable(Protocol):
-    """A model to serve, such as the result of `hf.load`."""
+    """A model to serve, such as the result of `hf.load`. An encoder may also have `pooling`, a
+    `shardlib.hf.pooling.TextPooling`."""
 
     @property
     def model(self) -> nnx.Module: ...

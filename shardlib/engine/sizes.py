@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from shardlib.errors import ModelError
 from shardlib.functional.quantized import Bits
@@ -13,6 +14,17 @@ _SMALL = 2
 _LEAST_ROWS = 64
 """Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
 than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
+
+_EXACT_TOKENS = 256
+"""Tokens of a program that encodes texts, if bits must not depend on `chunk`: some products of
+matrices differ between programs of 256 and of 512 tokens."""
+
+
+class EncoderShape(NamedTuple):
+    """The shape of a program that encodes texts, for each group."""
+
+    rows: int
+    length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +42,8 @@ class EngineSizes:
         least_drawn: Rows that draw a token at least, read or not.
         cache: Whether keys and values have 8 bits, or the dtype of the model.
         num_guesses: Tokens of a lane at most that are guessed.
+        encoder_shapes: The shapes of programs that encode texts, shortest first; a text has the
+            first that is long enough.
     """
 
     groups: int
@@ -42,6 +56,7 @@ class EngineSizes:
     least_drawn: int
     cache: Bits | None = None
     num_guesses: int = 0
+    encoder_shapes: tuple[EncoderShape, ...] = ()
 
     @property
     def draws_a_lane(self) -> int:
@@ -67,9 +82,13 @@ def engine_sizes(
     groups: int = 1,
     cache: Bits | None = None,
     num_guesses: int = 0,
+    encodes: bool = False,
+    writes: bool = True,
 ) -> EngineSizes:
     """Returns the sizes of an engine, from arguments as `Engine` takes them. Groups of devices
-    share the slots and the pages. `max_length` is None for any number of positions.
+    share the slots and the pages. `max_length` is None for any number of positions. `encodes` is
+    for a model with an encoder, and `writes` for one with a decoder; without it, a slot has a page
+    with nothing in it.
 
     Raises:
         ModelError: If sizes do not fit.
@@ -84,8 +103,11 @@ def engine_sizes(
     slots = -(-slots // groups)
     pages = None if pages is None else pages // groups
     context = _context(context, max_length, None if pages is None else pages * page_size)
+    if not writes:
+        page_size = context + 1
     lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
     fewest = math.ceil(max(least_rows - slots, 0) / lane)
+    counts = {max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)}
     return EngineSizes(
         groups=groups,
         slots=slots,
@@ -93,11 +115,26 @@ def engine_sizes(
         page_size=page_size,
         num_pages=1 + (slots * math.ceil(context / page_size) if pages is None else pages),
         lane=lane,
-        lane_counts=tuple(sorted({max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)})),
+        lane_counts=tuple(sorted(counts)) if writes else (),
         least_drawn=least_rows,
         cache=cache,
         num_guesses=num_guesses,
+        encoder_shapes=encoder_shapes(context, _EXACT_TOKENS if deterministic else chunk)
+        if encodes
+        else (),
     )
+
+
+def encoder_shapes(longest: int, chunk: int) -> tuple[EncoderShape, ...]:
+    """Returns the shapes of programs that encode texts of up to `longest` tokens: lengths double,
+    and each has about `chunk` tokens, or one row.
+
+    A text is always encoded in its own shape, in any company, so that its bits stay the same.
+    """
+    lengths = [min(_LEAST_ROWS, longest)]
+    while lengths[-1] < longest:
+        lengths.append(min(2 * lengths[-1], longest))
+    return tuple(EncoderShape(max(chunk, _LEAST_ROWS) // n or 1, n) for n in lengths)
 
 
 def _context(asked: int | None, model: int | None, positions: int | None) -> int:

@@ -17,6 +17,7 @@ from shardlib.data.instruct.template import ChatTemplate
 from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.engine import Engine, Request, Sampling
 from shardlib.errors import ModelError
+from shardlib.hf.pooling import TextPooling
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
@@ -45,7 +46,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextModel:
-    """A causal language model on its devices.
+    """A language model on its devices, causal unless it is only served.
 
     An engine continues rows. Rows to score are padded to a power of two, and computed `batch` at a
     time, so that few programs are compiled. Each process of a group computes all results.
@@ -65,14 +66,17 @@ class TextModel:
     """Tokens that end what the model writes, besides the tokenizer's end of a text."""
     template: Callable[[], ChatTemplate] | None = None
     """Reads the chat template; None without one."""
+    pooling: TextPooling | None = None
+    """What its folder says about embeddings."""
     architecture: str | None = None
     """The name that its folder of Hugging Face gives its architecture."""
     batch: int = 32
     """Most rows of a compiled program, and slots of the engine; rounded up to what the mesh
     divides."""
 
-    def __post_init__(self) -> None:
-        if self.family.decoding is None:
+    def check_continues(self) -> None:
+        """Raises `ModelError` for a model that does not continue texts."""
+        if self.family.decoding is None or self.family.encoding is not None:
             name = type(self.model).__name__
             raise ModelError(
                 f"{name} is not a language model that continues texts.\n"
@@ -205,6 +209,7 @@ class TextModel:
         return {}
 
     def _check(self, lengths: Sequence[int], added: int = 0) -> None:
+        self.check_continues()
         wrong = [n for n in lengths if not 1 <= n <= self.max_length - added]
         if wrong:
             raise ModelError(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.hf.architecture import Architecture
 from shardlib.hf.description import end_tokens
+from shardlib.hf.pooling import TextPooling, text_pooling
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
@@ -42,7 +43,8 @@ class Loaded:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer (of the package `tokenizers`); None if the folder has no tokenizer.json.
+        """The tokenizer (of the package `tokenizers`), without the truncation and padding of its
+        file; None if the folder has no tokenizer.json.
 
         Raises:
             CheckpointError: If tokenizer.json is malformed.
@@ -53,11 +55,20 @@ class Loaded:
         from tokenizers import Tokenizer
 
         try:
-            return Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The package raises the base class.
             raise CheckpointError(
                 f"{path} cannot be read: {error}.\n  Download it again."
             ) from None
+        # Files for embeddings may cut texts, and fill them up, without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @functools.cached_property
+    def pooling(self) -> TextPooling:
+        """What the folder says about embeddings; see `text_pooling`."""
+        return text_pooling(self.folder)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

@@ -101,10 +101,14 @@ def without_head(
     of the folder: another one, or one of another number of classes. Logs both."""
     described, config = found.architecture, found.config
     held = found.held or described
-    theirs = {row.theirs for row in held.table(config)}
     ours = {row.theirs for row in layout.rows.values()}
+    # A folder without a head may leave out the prefix of the others.
+    named = {row.theirs: described.prefix + row.theirs for row in held.table(config)}
+    theirs = {long if long in ours else short for short, long in named.items()}
     lacking = {
-        layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors
+        layout.rows[path].theirs
+        for name, _, path in layout.tensors()
+        if name not in tensors and name.removeprefix(described.prefix) not in tensors
     }
     new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
     left = {one for name in theirs - ours for one in _aliases(name, held, ())}

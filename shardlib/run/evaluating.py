@@ -59,6 +59,7 @@ def text_model(
     step: int | None = None,
     rows: int = 32,
     notify: Callable[[str], None] | None = None,
+    is_served: bool = False,
 ) -> TextModel:
     """Returns the language model of a run, or of a Hugging Face folder.
 
@@ -68,6 +69,7 @@ def text_model(
         step: The checkpoint of a run; default: the newest valid one of all places.
         rows: Most rows that are computed at once; rounded up to what the mesh divides.
         notify: Called with each skipped checkpoint; by default it is logged.
+        is_served: Whether models that the engine runs, but that do not continue texts, are allowed.
 
     Raises:
         ConfigError: If the directory holds no run.
@@ -87,6 +89,8 @@ def text_model(
         raise ConfigError(f"{source} holds no run, so it has no step {step}.\n  Leave out @{step}.")
     else:
         model = _of_folder(source, mesh)
+    if not is_served:
+        model.check_continues()
     return dataclasses.replace(model, batch=rows)
 
 
@@ -130,7 +134,7 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
         )
     longest = getattr(found.config, "max_positions", None)
     longest = next((said[k] for k in _LENGTHS if isinstance(said.get(k), int)), longest)
-    if longest is None:
+    if longest is None and found.family.encoding is None:
         raise ModelError(
             f"{folder / 'config.json'} does not say how long a text may be.\n"
             "  Add max_position_embeddings to it."
@@ -144,12 +148,13 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
         found.family,
         tokenizer,
         loaded.scope,
-        longest,
+        longest or 0,
         first if isinstance(first, int) else tokenizer.eot,
         framing="file",
         ends=ends,
         architecture=next(iter(said.get("architectures") or ()), None),
         template=functools.partial(find_template, folder, None),
+        pooling=None if found.family.encoding is None else loaded.pooling,
     )
 
 

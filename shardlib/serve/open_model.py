@@ -15,6 +15,7 @@ from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
 from shardlib.finetune import load_adapter
 from shardlib.functional.quantized import check_bits
+from shardlib.hf.pooling import TextPooling
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
 from shardlib.serve.bodies import Speaker
@@ -89,6 +90,10 @@ class Opened:
     def scope(self) -> Scope | None:
         return self.text_model.scope
 
+    @property
+    def pooling(self) -> TextPooling | None:
+        return self.text_model.pooling
+
 
 def open_model(
     source: str,
@@ -119,7 +124,7 @@ def open_model(
     name, folders = name or Path(source).name, adapters or {}
     _check_adapters(name, folders)
     check_bits(weights=options.get("weights"), cache=options.get("cache"))
-    read = text_model(source, mesh=mesh, step=step, notify=notify)
+    read = text_model(source, mesh=mesh, step=step, notify=notify, is_served=True)
     texts = ServedTexts.of(read)
     opened = Opened(read, texts)
     if jax.process_count() > 1:

@@ -1,4 +1,5 @@
-"""BERT and RoBERTa with their heads for masked tokens, classes of texts and spans of answers."""
+"""BERT and RoBERTa with their heads for masked tokens, classes of texts and spans of answers, or
+with none."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,15 +17,15 @@ _LAYERS = {
 }
 
 
-def _encoder(name: str) -> tuple[TensorRow, ...]:
-    """Returns the rows of an encoder whose tensors begin with a name."""
-    start = f"{name}.embeddings"
+def _encoder(prefix: str) -> tuple[TensorRow, ...]:
+    """Returns the rows of an encoder whose tensors begin with a prefix."""
+    start = f"{prefix}embeddings"
     return rows(f"""
 encoder/token_embedding/embedding  {start}.word_embeddings.weight  vocab embed
 encoder/position_embedding/embedding  {start}.position_embeddings.weight  positions embed
 encoder/type_embedding/embedding  {start}.token_type_embeddings.weight  types embed
 encoder/norm/scale|bias  {start}.LayerNorm.weight|bias  (norm)
-{layers("encoder/layers", f"{name}.encoder.layer.{{layers}}", **_LAYERS)}
+{layers("encoder/layers", f"{prefix}encoder.layer.{{layers}}", **_LAYERS)}
 """)
 
 
@@ -46,8 +47,8 @@ head/kernel|bias  {head}.weight|bias  (classes) features
 _SPANS = rows("""
 head/kernel|bias  qa_outputs.weight|bias  (classes) embed
 """)
-_BERT_ROWS = _encoder("bert")
-_ROBERTA_ROWS = _encoder("roberta")
+_BERT_ROWS = _encoder("bert.")
+_ROBERTA_ROWS = _encoder("roberta.")
 
 
 def _read_positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +81,7 @@ BERT_SPANS = Architecture(
     fixed=_FIXED,
     ours={"position_offset": 0},
     table=lambda config: _BERT_ROWS + _SPANS,
+    prefix="bert.",
     ignored=("*.embeddings.position_ids",),
     older=_OLD_NORMS,
 )
@@ -94,6 +96,7 @@ BERT_CLASSIFIER = dataclasses.replace(
 BERT_MASKED = dataclasses.replace(
     BERT_SPANS,
     name="BertForMaskedLM",
+    ours={**BERT_SPANS.ours, "head": "masked"},
     fields={**BERT_SPANS.fields, **_MASKED_FIELDS},
     fixed={**_FIXED, "tie_word_embeddings": True},
     table=lambda config: (
@@ -120,6 +123,7 @@ ROBERTA_SPANS = dataclasses.replace(
     converters=(Converter(_read_positions, _write_positions),),
     ours={},
     table=lambda config: _ROBERTA_ROWS + _SPANS,
+    prefix="roberta.",
     older={},
 )
 
@@ -133,6 +137,7 @@ ROBERTA_CLASSIFIER = dataclasses.replace(
 ROBERTA_MASKED = dataclasses.replace(
     ROBERTA_SPANS,
     name="RobertaForMaskedLM",
+    ours={"head": "masked"},
     fields={
         **_FIELDS,
         **_MASKED_FIELDS,
@@ -147,4 +152,27 @@ ROBERTA_MASKED = dataclasses.replace(
         "lm_head.bias": "lm_head.decoder.bias",
     },
     ignored=(*ROBERTA_SPANS.ignored, "roberta.pooler.*"),
+)
+
+# A pooler, which transformers trains with a head, is not part of the encoder.
+BERT_HEADLESS = dataclasses.replace(
+    BERT_SPANS,
+    name="BertModel",
+    ours={**BERT_SPANS.ours, "head": "none"},
+    prefix="",
+    table=lambda config: _encoder(""),
+    ignored=("embeddings.position_ids", "pooler.*"),
+)
+
+ROBERTA_HEADLESS = dataclasses.replace(
+    ROBERTA_SPANS,
+    name="RobertaModel",
+    ours={"head": "none"},
+    prefix="",
+    table=lambda config: _encoder(""),
+    ignored=BERT_HEADLESS.ignored,
+)
+
+XLM_ROBERTA_HEADLESS = dataclasses.replace(
+    ROBERTA_HEADLESS, name="XLMRobertaModel", model_type="xlm-roberta"
 )

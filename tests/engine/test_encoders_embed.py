@@ -1,0 +1,237 @@
+"""Embeddings of encoders: the pooled hidden states of transformers, with the same bits in any
+company."""
+
+import json
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from small_decoder import Served, made
+
+import shardlib as sl
+from shardlib.engine import Engine, Sampling
+from shardlib.errors import CheckpointError, ModelError
+from shardlib.hf.pooling import TextPooling, text_pooling
+from shardlib.registry import DataSpec
+from shardlib_models.bert import BertConfig
+from shardlib_models.bert_losses import MASKED
+
+VOCAB, LONGEST = 96, 192
+
+
+def encoder(scope=None):
+    config = BertConfig(
+        embed_dim=64, num_layers=2, num_heads=4, vocab_size=VOCAB, max_positions=LONGEST,
+        head="none", init_stddev=0.3,
+    )  # fmt: skip
+    model = MASKED.make(config, DataSpec(), nnx.Rngs(0))
+    model.eval()
+    return Served(model, model.config, scope, family=MASKED)
+
+
+@pytest.fixture(scope="module")
+def served():
+    return encoder()
+
+
+def texts(count, seed=0, longest=LONGEST):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+POOLED = {
+    "cls": lambda x: x[0],
+    "mean": lambda x: x.mean(axis=0),
+    "max": lambda x: x.max(axis=0),
+}
+
+
+@nnx.jit
+def outputs(model, ids):
+    return model(ids)
+
+
+def test_embeddings_are_pooled_outputs_of_length_1(served):
+    asked = texts(3, longest=60)
+    hidden = [np.asarray(outputs(served.model, np.asarray([ids])))[0] for ids in asked]
+    for pooling, pool in POOLED.items():
+        found = Engine(served, pooling=pooling, context=64).embed(asked)
+        for one, vector in zip(map(pool, hidden), found, strict=True):
+            np.testing.assert_allclose(vector, one / np.linalg.norm(one), atol=1e-5)
+
+
+@pytest.mark.mesh
+def test_bits_of_embeddings_do_not_depend_on_the_company(served):
+    asked = texts(100)
+    options = {"deterministic": True}
+    together = Engine(served, **options).embed(asked)
+    engine = Engine(served, slots=3, chunk=32, overlap=False, **options)
+    alone = [engine.embed([one])[0] for one in asked]
+    assert together.tobytes() == np.asarray(alone).tobytes()
+    rng, requests = np.random.default_rng(1), {}
+    left = rng.permutation(len(asked)).tolist()
+    while left or engine.step():
+        for _ in range(rng.integers(0, 4)):
+            if left:
+                number = left.pop()
+                sampling = Sampling(max_tokens=1, embedding=True)
+                requests[number] = engine.submit(asked[number], sampling)
+        engine.step()
+    mixed = [requests[number].answer().embedding for number in range(len(asked))]
+    assert together.tobytes() == np.asarray(mixed).tobytes()
+    stats = engine.stats()
+    assert (stats.pages_used, stats.num_running, stats.answer_tokens) == (0, 0, 0)
+    assert stats.num_compiled == 3
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "fsdp=8"])
+def test_embeddings_on_a_mesh_are_those_of_one_device(served, mesh):
+    asked = texts(12)
+    alone = Engine(served).embed(asked)
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD) as scope:
+        model = encoder(scope)
+        found = Engine(model).embed(asked)
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def test_new_parameters_embed_the_next_texts(served):
+    engine = Engine(served, context=64)
+    before = engine.embed([[1, 2, 3]])
+    params = nnx.state(served.model)
+    engine.update(jax.tree.map(lambda x: 1.5 * x, params))
+    assert np.abs(engine.embed([[1, 2, 3]]) - before).max() > 1e-3
+    engine.update(params)
+    assert engine.embed([[1, 2, 3]]).tobytes() == before.tobytes()
+
+
+def test_a_text_that_was_cancelled_or_is_late_leaves_nothing(served):
+    engine = Engine(served, context=64, slots=2)
+    sampling = Sampling(max_tokens=1, embedding=True)
+    late = engine.submit([1, 2], sampling, timeout_seconds=0)
+    gone, kept = (engine.submit([1, 2, 3], sampling) for _ in range(2))
+    engine.step()
+    engine.cancel(gone)
+    while engine.step():
+        pass
+    reasons = [one.finish_reason for one in (late, gone, kept)]
+    assert reasons == ["deadline", "cancelled", "stop"]
+    assert kept.answer().embedding.shape == (64,)
+    assert engine.stats().pages_used == 0
+    assert not engine.busy
+
+
+OTHERS = [
+    ({"speculate": 4, "cache": "int8"}, "speculate=4, cache='int8' .*BertMaskedLM.*an encoder"),
+    ({"page_size": 32, "prefix_cache": False}, "page_size=32, prefix_cache=False"),
+    ({"pooling": "meen"}, "pooling is 'meen'. Did you mean 'mean'"),
+    ({"context": 500}, "context=500, but the model has at most 192"),
+]
+
+
+@pytest.mark.parametrize(("options", "fault"), OTHERS, ids=[" ".join(one) for one, _ in OTHERS])
+def test_options_that_are_not_for_an_encoder(served, options, fault):
+    with pytest.raises(ModelError, match=f"(?s){fault}.*\n  (Leave|Use|Give)"):
+        Engine(served, **options)
+
+
+def test_what_an_encoder_cannot_answer(served):
+    engine = Engine(served, context=64)
+    with pytest.raises(ModelError, match=r"writes no text.\n  Ask for embeddings: engine.embed"):
+        engine.generate([[1, 2]])
+    with pytest.raises(ModelError, match=r"65 tokens, and the model embeds at most 64.\n  Short"):
+        engine.embed([[1] * 65])
+    assert engine.embed([[1] * 64]).shape == (1, 64)
+    with pytest.raises(ModelError, match="pooling='cls' for a Transformer, which is not an enc"):
+        Engine(made(), pooling="cls")
+
+
+def pooling_folder(tmp_path, said, parts=("Transformer", "Pooling", "Normalize")):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    listed = [
+        {"path": "1_Pooling" if one == "Pooling" else "", "type": f"sentence_transformers.{one}"}
+        for one in parts
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    return tmp_path
+
+
+SAID = {
+    "cls": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+    "mean": {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8},
+    "max": {"pooling_mode": "max"},
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_folder_says_how_outputs_are_pooled(tmp_path, kind):
+    pooling_folder(tmp_path, SAID[kind])
+    assert text_pooling(tmp_path) == TextPooling(kind, None)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    assert text_pooling(tmp_path) == TextPooling(kind, 128)
+
+
+def test_folders_that_say_nothing_or_what_is_not_known(tmp_path):
+    assert text_pooling(tmp_path) == TextPooling(None, None)
+    folder = pooling_folder(tmp_path, {"pooling_mode_lasttoken": True})
+    with pytest.raises(ModelError, match=r"pools by pooling_mode_lasttoken, but.*\n  Choose"):
+        text_pooling(folder)
+    both = SAID["mean"] | {"pooling_mode_cls_token": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(both))
+    with pytest.raises(ModelError, match="pools by pooling_mode_mean_tokens, pooling_mode_cls_"):
+        text_pooling(folder)
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(ModelError, match=r"modules.json has the parts Dense.*\n  Choose"):
+        text_pooling(folder)
+    (folder / "modules.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"modules.json cannot be read.*\n  Download"):
+        text_pooling(folder)
+
+
+def wordpieces(folder):
+    """Writes a tokenizer that cuts texts and fills them up, as published ones do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = names + [start + letter for start in ("", "##") for letter in "abcdefgh"]
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return len(words)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(("kind", "pooling"), [("Bert", "cls"), ("XLMRoberta", "mean")])
+def test_a_folder_embeds_texts_as_transformers_pooled(tmp_path, kind, pooling):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=wordpieces(tmp_path), hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=80,
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    pooling_folder(tmp_path, SAID[pooling])
+    loaded = sl.hf.load(tmp_path)
+    asked = ["a", "head bed", "abcdefgh " * 6]
+    found = Engine(loaded).embed(asked)
+    for text, vector in zip(asked, found, strict=True):
+        ids = loaded.tokenizer.encode(text).ids
+        assert (ids[0], ids[-1]) == (2, 3)
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0].numpy()
+        one = POOLED[pooling](hidden)
+        np.testing.assert_allclose(vector, one / np.linalg.norm(one), atol=1e-5)
