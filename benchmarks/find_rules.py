@@ -14,13 +14,22 @@ of a step, for TPUs alone: the busy time and the network time that `explain` tel
 other, because these programs are not scheduled. `predicted` is what the search said of the found
 rules. Below stands the traffic by collective and mesh axes, predicted and compiled, above 1 MB.
 
+With `--partitioners`, XLA partitions the found rules in place of other rules: `user` is the step
+with `constrain="user"`, where XLA knows the placements of parameters and batch alone, and
+`constrained` has the operands and results of every product constrained to the layouts that shardlib
+decided. CPU seconds of tracing and of compiling are then measured as well.
+
+    python benchmarks/find_rules.py --partitioners --on cpu:8
+
 The last line is JSON: the rows, the largest ratios of found rules to the others, and the largest
 errors of the predictions.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,17 +37,21 @@ from collectives import devices_of, start_platforms
 
 MESHES = "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"
 LEAST_BYTES = 1e6
+OTHERS = "hand", "fsdp", "fsdp8", "user", "constrained"
+MEASURES = "sent", "peak", "seconds", "trace", "compile"
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A compiled step: bytes sent by a device, also by kind and axes, its peak in bytes, and the
-    seconds of a step, None for CPUs."""
+    seconds of a step, None for CPUs; CPU seconds of tracing and of compiling, if measured."""
 
     sent: float
     by_axes: Mapping[str, float]
     peak: int
     seconds: float | None
+    trace: float | None = None
+    compile: float | None = None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,6 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     parser.add_argument("--on", default="v5e-8", help="a cluster of 8 devices")
     parser.add_argument("--tiny", action="store_true", help="the size of a run on CPU devices")
+    parser.add_argument(
+        "--partitioners", action="store_true", help="compare with XLA's partitioner"
+    )
     flags = parser.parse_args(arguments)
     start_platforms()
     cluster, devices = devices_of(flags.on)
@@ -57,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     rows = []
     for name in flags.models.split(",") if flags.models else CASES:
-        alone = compiled(name, "fsdp=8", "fsdp", flags, cluster, devices)
+        alone = None
+        if not flags.partitioners:
+            alone = compiled(name, "fsdp=8", "fsdp", flags, cluster, devices)
         for mesh in flags.meshes:
             rows.append(row(name, mesh, alone, flags, cluster, devices))
             print(text(rows[-1]), flush=True)
@@ -65,17 +83,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def row(
-    name: str, mesh: str, alone: Compiled, flags: Any, cluster: Any, devices: Any
+    name: str, mesh: str, alone: Compiled | None, flags: Any, cluster: Any, devices: Any
 ) -> dict[str, Any]:
     """Finds rules and compiles all of a row."""
     from plain_models import CASES
 
     found = find(name, mesh, flags, cluster)
+    others = {key: key for key in ("hand", "fsdp") if key != "hand" or CASES[name].hand}
+    if alone is None:
+        others = dict.fromkeys(("user", "constrained"), found.rules)
     programs = {"found": compiled(name, mesh, found.rules, flags, cluster, devices)}
-    if CASES[name].hand:
-        programs["hand"] = compiled(name, mesh, "hand", flags, cluster, devices)
-    programs["fsdp"] = compiled(name, mesh, "fsdp", flags, cluster, devices)
-    programs["fsdp8"] = alone
+    for key, rules in others.items():
+        programs[key] = compiled(name, mesh, rules, flags, cluster, devices, key)
+    if alone is not None:
+        programs["fsdp8"] = alone
     made: dict[str, Any] = {
         "model": name,
         "mesh": mesh,
@@ -96,7 +117,7 @@ def off(told: float, true: float) -> float:
 
 
 def ratios(found: Compiled, other: Compiled) -> dict[str, float]:
-    pairs = {key: (getattr(found, key), getattr(other, key)) for key in ("sent", "peak", "seconds")}
+    pairs = {key: (getattr(found, key), getattr(other, key)) for key in MEASURES}
     return {key: round(a / b, 3) for key, (a, b) in pairs.items() if a is not None and b}
 
 
@@ -146,11 +167,15 @@ def policy(cluster: Any) -> Any:
     return "bf16" if cluster.platform == "tpu" else "f32"
 
 
-def compiled(name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices: Any) -> Compiled:
-    """Compiles the training step of a model under rules, or under those named `hand` or `fsdp`."""
+def compiled(
+    name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices: Any, by: str = "shardlib"
+) -> Compiled:
+    """Compiles the training step of a model under rules, or under those named `hand` or `fsdp`.
+    XLA partitions it if `by` is `user` or `constrained`."""
     import optax
 
     import shardlib as sl
+    from constrained import constrained as by_xla
     from plain_models import CASES, loss
     from shardlib.explain.aot.compile import compile_step
     from shardlib.explain.report.report import report_on
@@ -163,10 +188,12 @@ def compiled(name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices
         state = sl.abstract_state(
             case.make(tiny=flags.tiny), optax.adamw(1e-3), precision=policy(cluster)
         )
-    step = sl.make_train_step(loss, precision=policy(cluster))
-    report = report_on(
-        compile_step(step, (state, case.shapes(tiny=flags.tiny)), keep=False, on=cluster)
-    )
+    constrain = "user" if by == "user" else "auto"
+    step = sl.make_train_step(loss, precision=policy(cluster), constrain=constrain)
+    arguments = state, case.shapes(tiny=flags.tiny)
+    with by_xla() if by == "constrained" else contextlib.nullcontext():
+        spent = cpu_seconds(step, arguments) if flags.partitioners else {}
+        report = report_on(compile_step(step, arguments, keep=False, on=cluster))
     by_axes: dict[str, float] = {}
     for one in report.program.collectives:
         key = axes_of(one.kind, one.mesh_axes)
@@ -177,12 +204,27 @@ def compiled(name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices
     seconds = None
     if roofline and roofline.busy_seconds and roofline.seconds["network"] is not None:
         seconds = roofline.busy_seconds + roofline.seconds["network"]
-    return Compiled(sum(by_axes.values()), by_axes, report.step.memory["peak"], seconds)
+    return Compiled(sum(by_axes.values()), by_axes, report.step.memory["peak"], seconds, **spent)
+
+
+def cpu_seconds(step: Any, arguments: Any) -> dict[str, float]:
+    """Returns the CPU seconds of tracing and of compiling a step; another trace warms up."""
+    import jax
+
+    dataclasses.replace(step).program(*arguments).trace(*arguments)
+    jax.clear_caches()
+    start = time.process_time()
+    traced = step.program(*arguments).trace(*arguments)
+    traced_at = time.process_time()
+    lowered = traced.lower()
+    lowered_at = time.process_time()
+    lowered.compile()
+    return {"trace": traced_at - start, "compile": time.process_time() - lowered_at}
 
 
 def text(row: dict[str, Any]) -> str:
     lines = [f"{row['model']} on {row['mesh']}"]
-    for key in ("predicted", "found", "hand", "fsdp", "fsdp8"):
+    for key in ("predicted", "found", *OTHERS):
         if key in row:
             one = row[key]
             seconds = f"{1e3 * one['seconds']:8.2f} ms" if one["seconds"] else ""
@@ -200,8 +242,8 @@ def text(row: dict[str, Any]) -> str:
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for other in ("hand", "fsdp", "fsdp8"):
-        for key in ("sent", "peak", "seconds"):
+    for other in OTHERS:
+        for key in MEASURES:
             of = [r["ratios"][other][key] for r in rows if key in r["ratios"].get(other, {})]
             if of:
                 found[f"largest_{key}_to_{other}"] = max(of)

@@ -196,6 +196,8 @@ class Partition:
 
     by: Literal["shardlib", "XLA"]
     why: str
+    whole: tuple[str, ...] = ()
+    """Large operations that every device computes whole under shardlib, with source lines."""
 
 
 def who_partitions(
@@ -224,12 +226,11 @@ def who_partitions(
         return Partition("XLA", str(error).partition("\n")[0]), None
     if constrains is None:
         constrains = any(operation.name == "sharding_constraint" for operation in every)
-    if not constrains:
-        return Partition("shardlib", "the model constrains no activation"), analyzed
-    why = next(_open(analyzed.program), None)
-    if why is not None:
-        return Partition("shardlib", why), analyzed
-    return Partition("XLA", "the constraints of the model decide where each product lies"), None
+    none = "the model constrains no activation"
+    why = next(_open(analyzed.program), None) if constrains else none
+    if why is None:
+        return Partition("XLA", "the constraints of the model decide where each product lies"), None
+    return Partition("shardlib", why, tuple(analyzed.program.held_whole())), analyzed
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[Operation]:

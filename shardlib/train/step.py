@@ -330,7 +330,8 @@ class TrainStep(JittedStep):
         )
 
     def partition(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> Partition:
-        """Returns the partitioner of the loss (`by`) and the reason (`why`)."""
+        """Returns the partitioner of the loss (`by`), the reason (`why`), and the large operations
+        that every device computes whole (`whole`)."""
         batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
         partitions: list[Partition] = []

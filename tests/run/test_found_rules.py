@@ -54,6 +54,17 @@ def error(model, batch, rng, *, train):
 FAMILY = ModelFamily(
     config=PlainConfig, make=lambda c, data, rngs: Plain(data.size, c.width, rngs), loss=error
 )
+
+
+def error_and_chain(model, batch, rng, *, train):
+    """A loss with a reduction of one MiB by a function that no rule can cut."""
+    mean, outputs = error(model, batch, rng, train=train)
+    pairs = jax.lax.stop_gradient(batch["x"].T @ batch["x"]).astype(jnp.float32)
+    chained = jax.lax.reduce(pairs, jnp.float32(1), lambda a, b: jnp.sin(a * b), (0, 1))
+    return sl.Mean(mean.total + chained, mean.weight), outputs
+
+
+WITH_CHAIN = dataclasses.replace(FAMILY, loss=error_and_chain)
 CONFIG = {
     "model": {"name": f"{HERE}:FAMILY", "width": 16384},
     "data": {"kind": f"{VectorData.__module__}:VectorData", "size": 512},
@@ -194,3 +205,12 @@ def test_the_first_process_finds_rules_for_both(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("finding rules for") == 1
     assert "finished at step 1" in done.stdout
+
+
+def test_explain_lists_what_every_device_computes_whole(config):
+    words = "rules.preset=standard", "model.width=64"
+    assert "whole on every device" not in run.explain(config(*words), "cpu:8").choices
+    choices = run.explain(config(*words, f"model.name={HERE}:WITH_CHAIN"), "cpu:8").choices
+    assert choices["partition"] == "shardlib: the model constrains no activation"
+    assert "reduce at " in choices["whole on every device"]
+    assert "test_found_rules.py" in choices["whole on every device"]

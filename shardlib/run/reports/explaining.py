@@ -197,14 +197,17 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
 
 
 def _decided(parts: Setup, step: TrainStep | LocalSGD, batch: PyTree) -> dict[str, str]:
-    """Returns who partitions the loss, where gradients are summed, and why, as entries of
-    `Setup.decided`. Empty on one device and for local SGD, whose groups train separately."""
+    """Returns who partitions the loss, what every device computes whole, where gradients are
+    summed, and why, as entries of `Setup.decided`. Empty on one device and for local SGD, whose
+    groups train separately."""
     sizes = mesh_sizes(parts.scope.mesh)
     if not isinstance(step, TrainStep) or math.prod(sizes.values()) == 1:
         return {}
     batch = parts.arranged(batch)
     partition = step.partition(parts.abstract, batch)
     decided = {"partition": f"{partition.by}: {partition.why.rstrip('.')}"}
+    if partition.whole:
+        decided["whole on every device"] = "; ".join(partition.whole)
     if sizes.get("data", 1) > 1:
         decided["gradients"] = str(step.gradient_sums(parts.abstract, batch))
     return decided
