@@ -185,6 +185,8 @@ class LayoutWalk:
             shared = factors.shared if operation.name in PRODUCTS else frozenset[int]()
             pairs = zip(ins, factors.operands, strict=True)
             ins = [self.used(x, [d for d, f in enumerate(of) if f in shared]) for x, of in pairs]
+        if self._is_rounded_term(operation, ins):
+            factors = dataclasses.replace(factors, linear="first")
         kept = _kept_pending(ins, factors)
         ins = [x.keeping(pending) for x, pending in zip(ins, kept, strict=True)]
         if _can_be_made(operation, ins):
@@ -199,6 +201,23 @@ class LayoutWalk:
         results = [ValueLayout(dims_of(dims, cut), pending.union(sums)) for dims in factors.results]
         moved = self._moved(operation, ins, operands)
         return Step(operation, operands, tuple(results), cut, factors, moved_bytes=moved)
+
+    def _is_rounded_term(self, operation: Operation, ins: list[ValueLayout]) -> bool:
+        """Returns whether an operation rounds a pending sum that a loop adds to one in few bits.
+
+        The loop rounds its sum in each trip. If the terms of all devices are rounded as well, one
+        sum after the loop is enough. In float16 they may overflow.
+        """
+        if operation.name != "convert_element_type" or not ins[0].pending:
+            return False
+        have, want = (v.aval.dtype for v in (*operation.invars, *operation.outvars))
+        if not all(jnp.issubdtype(x, jnp.floating) for x in (have, want)):
+            return False
+        if want.itemsize >= have.itemsize or jnp.finfo(want).maxexp < 128:
+            return False
+        total = self._readers.running_sum(operation.outvars[0])
+        at = None if total is None else self.at[total]
+        return at is not None and (at.zero or ins[0].pending <= at.pending)
 
     def _choice(self, operation: Operation, ins: list[ValueLayout], factors: Factors) -> CutProblem:
         # A value written into one made here takes the layout that its reader wants.

@@ -62,6 +62,7 @@ class Readers:
 
     def __init__(self, flat: FlatProgram, at: Mapping[Atom, ValueLayout]):
         self.at = at
+        self._inputs = frozenset(flat.invars)
         self._readers: dict[Atom, list[Operation]] = collections.defaultdict(list)
         self._makers: dict[Atom, Operation] = {}
         self._terms: dict[Value, int] = {}
@@ -100,6 +101,17 @@ class Readers:
         terms = self._terms[path[-1]]
         self._terms |= dict.fromkeys(path, terms)
         return terms
+
+    def running_sum(self, var: Value) -> Atom | None:
+        """Returns the input of the program to which a value is added, by additions alone: in the
+        body of a loop, a sum over its trips."""
+        while (after := self._only_reader(var)) is not None and after.name == "add_any":
+            sums = (v for v in after.invars if not is_literal(v) and v in self._inputs)
+            total = next(sums, None)
+            if total is not None:
+                return total
+            var = after.outvars[0]
+        return None
 
     def _count_terms(self, total: Value) -> int:
         terms, left = 0, [total]

@@ -162,6 +162,15 @@ def test_find_rules():
     assert row["predicted"]["peak"] > 0
 
 
+def test_found_rules_under_xla():
+    words = "--tiny", "--models=lstm", "--meshes", "fsdp=8", "--on=cpu:8", "--partitioners"
+    found = figures("find_rules.py", *words)
+    (row,) = found["rows"]
+    for by in ("user", "constrained"):
+        assert row["ratios"][by].keys() == {"sent", "peak", "trace", "compile"}
+    assert found["largest_trace_to_user"] == row["ratios"]["user"]["trace"] > 0
+
+
 @pytest.mark.soak
 def test_compile_time():
     sizes = ("--embed=32", "--batch=8", "--length=8", "--mesh=data=-1", "--repeats=1")
