@@ -55,7 +55,7 @@ _EMPTY: dict[str, Any] = {"versions": {}, "cells": {}}
 
 def predicted(config: RunConfig, cluster: Cluster) -> Memory:
     """Returns what `shardlib plan` says of a run."""
-    _, workload = workload_of(config)
+    _, workload = workload_of(config, platform=cluster.platform)
     return workload.memory(layout_of(config, cluster), choice_of(config), cluster)
 
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeGuard, cast
 
+import jax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack
@@ -139,13 +140,18 @@ def _more_dims(outside: Sequence[Any], inside: Sequence[Var]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def flatten(jaxpr: Jaxpr, fenced: bool = False) -> FlatProgram:
-    """Returns an open jaxpr with its calls inlined and dead code removed. If `fenced`, calls stay
-    that recompute and must not be merged with the first computation: the backward pass of a
-    `jax.checkpoint`."""
+def flatten(jaxpr: Jaxpr, fenced: bool = False, *, compiled: bool = False) -> FlatProgram:
+    """Returns an open jaxpr with its calls inlined and dead code removed.
+
+    Args:
+        jaxpr: The program.
+        fenced: Whether calls stay that recompute and must not be merged with the first computation:
+            the backward pass of a `jax.checkpoint`.
+        compiled: Whether loops of one trip are inlined, too, as XLA does.
+    """
     inputs = tuple(Value(array_of(var)) for var in (*jaxpr.constvars, *jaxpr.invars))
     operations: list[Operation] = []
-    outputs = _write(jaxpr, inputs, "", None, operations, fenced)
+    outputs = _Flattening(operations, fenced, compiled).write(jaxpr, inputs, "", None)
     needed = {value for value in outputs if not is_literal(value)}
     kept = []
     for operation in reversed(operations):
@@ -167,37 +173,87 @@ def is_fence(equation: JaxprEqn) -> bool:
     return bool(is_remat and params["differentiated"] and params["prevent_cse"])
 
 
-def _write(
-    jaxpr: Jaxpr,
-    inputs: Sequence[Atom],
-    stack: str,
-    names: NameStack | None,
-    operations: list[Operation],
-    fenced: bool,
-) -> list[Atom]:
-    """Appends the operations of a jaxpr; returns its results."""
-    values: dict[Var, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Flattening:
+    """Options of `flatten`, and the operations so far."""
 
-    def read(variable: Any) -> Atom:
-        return cast(Atom, variable) if is_literal(variable) else values[variable]
+    operations: list[Operation]
+    fenced: bool
+    compiled: bool
 
-    for equation in jaxpr.eqns:
-        name_stack = equation.source_info.name_stack
-        here, named = f"{stack}/{name_stack}", name_stack if names is None else names + name_stack
-        given = tuple(read(var) for var in equation.invars)
-        inner, captured = _called(equation)
-        results: Sequence[Atom]
-        if inner is not None and not (fenced and is_fence(equation)):
-            arrays = captured or [None] * len(inner.constvars)
-            pairs = zip(inner.constvars, arrays, strict=True)
-            constants = tuple(Value(array_of(var), array) for var, array in pairs)
-            arguments = given[len(given) - len(inner.invars) :]
-            results = _write(inner, (*constants, *arguments), here, named, operations, fenced)
-        else:
-            results = tuple(Value(array_of(var)) for var in equation.outvars)
-            operations.append(Operation(equation, given, results, here, named))
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    def write(
+        self, jaxpr: Jaxpr, inputs: Sequence[Atom], stack: str, names: NameStack | None
+    ) -> list[Atom]:
+        """Appends the operations of a jaxpr; returns its results."""
+        values: dict[Var, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+
+        def read(variable: Any) -> Atom:
+            return cast(Atom, variable) if is_literal(variable) else values[variable]
+
+        for equation in jaxpr.eqns:
+            name_stack = equation.source_info.name_stack
+            here, named = (
+                f"{stack}/{name_stack}",
+                name_stack if names is None else names + name_stack,
+            )
+            given = tuple(read(var) for var in equation.invars)
+            inner, captured = _called(equation)
+            results: Sequence[Atom]
+            if inner is not None and not (self.fenced and is_fence(equation)):
+                results = self._inline(inner, captured, given, here, named)
+            elif (
+                self.compiled
+                and equation.primitive.name == "scan"
+                and equation.params["length"] == 1
+            ):
+                results = self._only_trip(equation, given, here, named)
+            else:
+                results = tuple(Value(array_of(var)) for var in equation.outvars)
+                self.operations.append(Operation(equation, given, results, here, named))
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _inline(
+        self,
+        inner: Jaxpr,
+        captured: Sequence[Any],
+        given: Sequence[Atom],
+        stack: str,
+        names: NameStack,
+    ) -> list[Atom]:
+        arrays = captured or [None] * len(inner.constvars)
+        pairs = zip(inner.constvars, arrays, strict=True)
+        constants = tuple(Value(array_of(var), array) for var, array in pairs)
+        arguments = given[len(given) - len(inner.invars) :]
+        return self.write(inner, (*constants, *arguments), stack, names)
+
+    def _only_trip(
+        self, scan: JaxprEqn, given: Sequence[Atom], stack: str, names: NameStack
+    ) -> list[Atom]:
+        """Appends the body of a loop of one trip."""
+        program = scan.params["jaxpr"]
+        whole = sum(scan_parts(scan))
+        sliced = [self._reshaped(x, x.aval.shape[1:], stack, names) for x in given[whole:]]
+        given = (*given[:whole], *sliced)
+        made = self._inline(program.jaxpr, program.consts, given, stack, names)
+        shapes = [array_of(var).shape for var in scan.outvars]
+        return [
+            x if x.aval.shape == shape else self._reshaped(x, shape, stack, names)
+            for x, shape in zip(made, shapes, strict=True)
+        ]
+
+    def _reshaped(self, value: Atom, shape: tuple[int, ...], stack: str, names: NameStack) -> Value:
+        equation = _reshape(value.aval.shape, value.aval.dtype, shape)
+        result = Value(array_of(equation.outvars[0]))
+        self.operations.append(Operation(equation, (value,), (result,), stack, names))
+        return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _reshape(before: tuple[int, ...], dtype: Any, after: tuple[int, ...]) -> JaxprEqn:
+    given = jax.ShapeDtypeStruct(before, dtype)
+    (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, after))(given).eqns
+    return equation
 
 
 def _called(equation: JaxprEqn) -> tuple[Jaxpr | None, Sequence[Any]]:

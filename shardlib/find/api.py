@@ -78,7 +78,9 @@ def find_rules(
     _check_positive(microbatches, seconds)
     cluster, module = of_one_kind(on), functional(make, inputs, wrt)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, precision)
+    traced, workload = _traced(
+        module, loss, batch, optimizer, rules, inputs, precision, cluster.platform
+    )
     classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
     search = Search(
         traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
@@ -101,8 +103,10 @@ def _traced(
     rules: AxisRules | None,
     inputs: Inputs,
     precision: str | Precision,
+    platform: str,
 ) -> tuple[TracedLoss, TracedWorkload]:
-    """Returns the trace of the loss, for the solver, and of the step, for the cost model."""
+    """Returns the trace of the loss, for the solver, and of the step on a platform, for the cost
+    model."""
     check_transformation(optimizer)
     dtypes = precision_named(precision)
     try:
@@ -123,6 +127,7 @@ def _traced(
         rules=rules or fsdp_alone(module.axes),
         inputs=inputs,
         precision=dtypes,
+        platform=platform,
         names=traced.names,
     )
     return traced, workload

@@ -173,7 +173,7 @@ def _workload(
             "\n  Leave it out, or trace the model with another."
         )
     precision = question.precision or _DEFAULT_PRECISION
-    model = of_module(model, **parts, precision=precision)
+    model = of_module(model, **parts, precision=precision, platform=question.platform)
     if hasattr(model, "planned"):
         return None
     if hasattr(model, "bound"):

@@ -80,6 +80,15 @@ class Question:
     def _is_mixed(self) -> bool:
         return is_mixed(self.on) if isinstance(self.on, str) else isinstance(self.on, MixedCluster)
 
+    @functools.cached_property
+    def platform(self) -> str | None:
+        """Platform of the devices, as in `Cluster`; None if the cluster cannot be used."""
+        try:
+            kinds = self.clusters() if self.mixed is None else self.mixed.kinds
+        except ShardlibError:
+            return None
+        return kinds[0].platform
+
     def clusters(self) -> list[Cluster]:
         """Returns the clusters to try, smallest first; not for a mixed cluster.
 

@@ -14,6 +14,8 @@ _SOFTNESS = 1.5
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.84, 2.66
 """Multiples of the forward FLOPs, at the mean rate of both passes: 1 and 2.5 with rates as 1.19 to
 0.94."""
+FLASH_TIMES = {"flash1": 1.7, "flash": 1.0, "cudnn": 1 / 1.6}
+"""Time of the kernels of attention relative to `flash`; see `Software.attention`."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 9, 15
 """Bytes that passes over scores in half precision move per pair of positions and head. Forward,
 softmax reads and writes (4), and so does dropout with a one-byte mask (5). Backward, softmax reads

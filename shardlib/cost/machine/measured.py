@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.cost.layout import Software
+from shardlib.cost.machine.constants import family_of
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import Cluster
 
@@ -180,6 +181,14 @@ def software_on(cluster: Cluster, software: Software, *, context: int = 1) -> So
         return software
     attention = "unfused" if context == 1 else "flash"
     return dataclasses.replace(software, attention=attention, skip_idle=False)
+
+
+def prices_cudnn(cluster: Cluster) -> bool:
+    """Returns whether cuDNN's attention has a rate of its own: on Hopper, unless the cluster was
+    measured, which gives one rate for all kernels."""
+    chip = cluster.chip
+    is_hopper = chip is not None and family_of(chip) == "hopper"
+    return is_hopper and not isinstance(cluster, MeasuredCluster)
 
 
 def save(calibration: Calibration, path: Path) -> None:

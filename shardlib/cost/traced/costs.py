@@ -12,17 +12,18 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.cost.costs import CollectiveCost, Costs, Pass, Window, Work, pass_of
 from shardlib.cost.layout import AXES, Layout
-from shardlib.cost.machine.kernels import Product, Stream
+from shardlib.cost.machine.kernels import FLASH_TIMES, FusedAttention, Product, Stream
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
 from shardlib.cost.traced.primitives import keeps_summands, results
 from shardlib.cost.traced.products import PRODUCTS, product
-from shardlib.cost.traced.tiles import least_padding, operand_padding
+from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
+from shardlib.nn.attention.stand_in import is_repeated, kernel_share
 
 _EXPONENTIALS = frozenset(
     (
@@ -37,7 +38,17 @@ _PASSES: tuple[Pass, ...] = ("forward", "backward", "recompute")
 
 @functools.lru_cache(maxsize=4096)
 def _pass(stack: str) -> Pass:
+    if kernel_share(stack) is not None and is_repeated(stack):
+        return "backward"
     return pass_of(stack, "forward")
+
+
+class Attended(NamedTuple):
+    """Products of an attention kernel."""
+
+    head_dim: float
+    share: float
+    """Share of all pairs that the kernel computes."""
 
 
 @dataclasses.dataclass
@@ -45,6 +56,8 @@ class Tally:
     """Counts of one run of a program on one device."""
 
     products: Counter[tuple[Pass, Product]] = dataclasses.field(default_factory=Counter)
+    attended: Counter[tuple[Pass, Attended]] = dataclasses.field(default_factory=Counter)
+    """FLOPs of attention kernels for all pairs, without those that the backward pass repeats."""
     moved: Counter[tuple[Pass, Moved]] = dataclasses.field(default_factory=Counter)
     fused_bytes: Counter[Pass] = dataclasses.field(default_factory=Counter)
     exponentials: Counter[Pass] = dataclasses.field(default_factory=Counter)
@@ -57,11 +70,9 @@ class Tally:
 
     def flops(self, *passes: Pass) -> float:
         """Returns the FLOPs of matmuls and convolutions, of all passes if none is named."""
-        return sum(
-            count * product.flops
-            for (during, product), count in self.products.items()
-            if not passes or during in passes
-        )
+        counted = [(own, count * product.flops) for (own, product), count in self.products.items()]
+        counted += [(own, flops) for (own, _), flops in self.attended.items()]
+        return sum(flops for own, flops in counted if not passes or own in passes)
 
     def add(self, other: "Tally", times: float) -> None:
         """Adds the counts of another program that runs `times` times."""
@@ -71,12 +82,19 @@ class Tally:
                 for key, count in more.items():
                     mine[key] += count * times  # type: ignore[index]
 
-    def work(self, during: Pass | None = None) -> list[Work]:
-        """Returns the kernels of the program, all in the pass `during` if it is given."""
+    def work(self, during: Pass | None = None, *, attention: str = "flash") -> list[Work]:
+        """Returns the kernels of the program, all in the pass `during` if it is given. `attention`
+        names attention kernels, as in `Software`."""
         kernels = [
             Work(during or own, during or "matmul", product, count)
             for (own, product), count in self.products.items()
         ]
+        for (own, attended), flops in self.attended.items():
+            backward = own == "backward"
+            # The gradients of two products are four.
+            of_forward = flops * attended.share * FLASH_TIMES[attention] / (2 if backward else 1)
+            kernel = FusedAttention(of_forward, attended.head_dim, backward=backward)
+            kernels.append(Work(during or own, during or "attention", kernel))
         for own in _PASSES:
             passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
             kernels.append(Work(during or own, during or "elementwise", passed))
@@ -84,11 +102,18 @@ class Tally:
 
 
 def step_costs(
-    gradient: Tally, update: Tally, layout: Layout, *, late: Axes, sums_twice: bool
+    gradient: Tally,
+    update: Tally,
+    layout: Layout,
+    *,
+    late: Axes,
+    sums_twice: bool,
+    attention: str = "flash",
 ) -> Costs:
     """Returns the costs of a step from the counts of one microbatch, `gradient`, and of the
     optimizer. Gradients are summed over the axes `late` once a step. `sums_twice`: whether a
-    float32 sum has twice the bytes of a sum in the program's dtype."""
+    float32 sum has twice the bytes of a sum in the program's dtype. `attention` names attention
+    kernels, as in `Software`."""
     each, once = [], []
     started: set[tuple[Axes, str]] = set()
     for (during, moved), count in gradient.moved.items():
@@ -103,7 +128,7 @@ def step_costs(
     for (during, moved), count in update.moved.items():
         for one in _collectives(during, moved, layout, (), started):
             once.append(one._replace(part="optimizer", count=count, overlap=None))
-    return Costs(gradient.work(), each, update.work("optimizer"), once)
+    return Costs(gradient.work(attention=attention), each, update.work("optimizer"), once)
 
 
 def _collectives(
@@ -152,7 +177,7 @@ class Walk:
         """Returns the layouts of the results, and the costs of one run of a `jax.core.Jaxpr`, whose
         constants and arguments have the layouts `laids`. `stack` is the name stack of the caller;
         `peak_bytes` leaves out the first `apart` results."""
-        run = _Run(self, flatten(jaxpr), laids, stack)
+        run = _Run(self, flatten(jaxpr, compiled=True), laids, stack)
         return run.outs(apart), run.costs
 
 
@@ -167,10 +192,14 @@ class _Run:
         self.during: Pass = _pass(stack)
         self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
         self.env: dict[Any, ValueSharding] = dict(zip(program.invars, laids, strict=True))
+        self.of_kernels: set[Any] = set()
+        """Operands and results of attention kernels."""
 
     def outs(self, apart: int) -> list[ValueSharding]:
         """Runs the program and returns the layouts of its results."""
         groups = fusion(self.program, self.walk.platform)
+        of_kernels = (group for group in groups if group.in_kernel)
+        self.of_kernels = {v for group in of_kernels for v in (*group.reads, *group.writes)}
         live = Live(self.program, groups, set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
@@ -195,13 +224,22 @@ class _Run:
                 ins = self._settled(operation, ins)
             outs = results(self.spread, operation, ins)
             if operation.name in PRODUCTS:
-                self.costs.products[self.during, product(self.spread, operation, ins, outs)] += 1
+                self._multiplied(product(self.spread, operation, ins, outs), stack)
         self.env.update(zip(operation.outvars, outs, strict=True))
         if operation.name in _EXPONENTIALS:
             (made,) = operation.outvars
             numbers = self._held(made) / made.aval.dtype.itemsize
             self.costs.exponentials[self.during] += numbers  # type: ignore[assignment]
         return inside
+
+    def _multiplied(self, made: Product, stack: str) -> None:
+        share = kernel_share(stack)
+        if share is None:
+            self.costs.products[self.during, made] += 1
+        elif not is_repeated(stack):
+            # A length is at least as large as the dims of a head, which are padded.
+            attended = Attended(min(made.fan_in, made.fan_out), share)
+            self.costs.attended[self.during, attended] += made.flops  # type: ignore[assignment]
 
     def _moved(self, moved: Moved) -> None:
         self.costs.moved[self.during, moved] += 1
@@ -216,9 +254,14 @@ class _Run:
         return self.spread.num_bytes(value.aval, self.env[value])
 
     def _held_at_once(self, value: Any) -> float:
-        """Returns the bytes of a value in memory, padded as its platform does."""
+        """Returns the bytes of a value in memory, padded as its platform does. Attention kernels
+        take heads in lanes."""
         held = self._held(value)
-        return held * least_padding(self._dims(value)) if self.walk.platform == "tpu" else held
+        if self.walk.platform != "tpu":
+            return held
+        dims = self._dims(value)
+        in_lanes = value in self.of_kernels and len(dims) == 4
+        return held * (lane_padding(dims[-1]) if in_lanes else least_padding(dims))
 
     def _copies(self, operation: Operation) -> Mapping[Any, float]:
         """Returns the bytes of arguments that a convolution on TPUs copies into its own layout: of

@@ -12,7 +12,12 @@ _SUBLANES, _LANES = 8, 128
 
 def least_padding(dims: Sequence[float]) -> float:
     """Returns the size of a padded array over its size, with the best dim last."""
-    return min((_padded(dim, _LANES) / dim for dim in dims if dim), default=1.0)
+    return min(map(lane_padding, filter(None, dims)), default=1.0)
+
+
+def lane_padding(lanes: float) -> float:
+    """Returns the same with a dim of `lanes` last."""
+    return _padded(lanes, _LANES) / lanes if lanes else 1.0
 
 
 def operand_padding(batch: float, features: float) -> float:

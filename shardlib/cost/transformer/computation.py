@@ -28,6 +28,7 @@ import math
 from shardlib.cost.costs import Work
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine.kernels import (
+    FLASH_TIMES,
     FusedAttention,
     Kernel,
     Product,
@@ -43,8 +44,6 @@ _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
 _GATED_PASSES = {"compiled": (3, 5), "kernels": (3, 5), "eager": (5, 9)}
 _PLAIN_PASSES = {"compiled": (2, 3), "kernels": (2, 3), "eager": (2, 3)}
 _LOGIT_BYTES = {"compiled": 14, "kernels": 28, "eager": 32}
-_FLASH_TIMES = {"flash1": 1.7, "flash": 1.0, "cudnn": 1 / 1.6}
-"""Time of the kernels of attention relative to `flash`; see `Software.attention`."""
 OFFLOADED_PIECES = 8
 """Pieces of an offloaded optimizer state, updated one by one; see `shardlib.train.offload`."""
 _LAUNCHES = {"compiled": 0, "kernels": 8, "eager": 20}
@@ -254,7 +253,7 @@ def _attention(device: Device, *, backward: bool) -> FusedAttention | UnfusedAtt
     flops *= 1 + (device.block / job.length if job.causal else 0)
     flops *= device.sequences * heads / (model.heads * model.layers)
     exponentials = flops / (2 * (model.score_dim + model.value_dim))
-    flops *= _FLASH_TIMES[device.software.attention]
+    flops *= FLASH_TIMES[device.software.attention]
     return FusedAttention(flops, model.score_dim, exponentials, backward)
 
 

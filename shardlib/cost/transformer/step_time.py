@@ -7,9 +7,9 @@ from shardlib.cost import pricing
 from shardlib.cost.costs import Costs, StepTime, Work
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.machine import fabric
-from shardlib.cost.machine.constants import committed, family_of
+from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.kernels import Stream
-from shardlib.cost.machine.measured import MeasuredCluster, check_known, software_on
+from shardlib.cost.machine.measured import check_known, prices_cudnn, software_on
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.transformer import communication, computation, memory
 from shardlib.cost.workload import Job
@@ -114,13 +114,12 @@ def _offloaded(device: computation.Device, layers: float) -> float:
 
 def software_for(job: Job, layout: Layout, cluster: Cluster, software: Software) -> Software:
     """Returns software as it runs a job on a cluster. The attention of shardlib is cuDNN's on
-    Hopper where `resolve_backend` takes it. A measured cluster has one rate for all kernels.
-    Softcaps and sinks of a model, which cuDNN does not take, are not known here."""
+    Hopper where `resolve_backend` takes it. Softcaps and sinks of a model, which cuDNN does not
+    take, are not known here."""
     found = software_on(cluster, software, context=layout.context)
-    model, chip = job.model, cluster.chip
-    if chip is None or family_of(chip) != "hopper" or isinstance(cluster, MeasuredCluster):
-        return found
-    if layout.context > 1 or not found.keeps_traced or found.attention != "flash":
+    model = job.model
+    is_ours = found.keeps_traced and found.attention == "flash" and layout.context == 1
+    if not is_ours or not prices_cudnn(cluster):
         return found
     kernel = resolve_backend(
         "auto",

@@ -27,6 +27,7 @@ def of_module(
     rules: AxisRules | None,
     inputs: PyTree,
     precision: str,
+    platform: str | None,
 ) -> Any:
     """Returns the `model` argument, or the workload of its traced step if it is a module factory.
 
@@ -56,7 +57,7 @@ def of_module(
     from shardlib.plan.workloads.tracing import trace_workload
 
     options = {"rules": rules or STANDARD, "inputs": inputs or (), "precision": precision}
-    return trace_workload(model, optimizer, loss, batch, **options)
+    return trace_workload(model, optimizer, loss, batch, platform=platform, **options)
 
 
 def as_code(plan: Plan, workload: Workload) -> str:

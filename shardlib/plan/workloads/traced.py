@@ -13,7 +13,7 @@ from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, Memory, StepTime
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.measured import software_on
+from shardlib.cost.machine.measured import prices_cudnn, software_on
 from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.traced.costs import Tally, step_costs
 from shardlib.cost.traced.layout import nbytes
@@ -183,7 +183,8 @@ class TracedWorkload:
         wide = jnp.dtype(self.precision.compute).itemsize == 4
         counts = self.costs(layout, cluster.platform)
         late = self.late_axes(layout)
-        costs = step_costs(*counts, layout, late=late, sums_twice=not wide)
+        kernels = "cudnn" if prices_cudnn(cluster) else "flash"
+        costs = step_costs(*counts, layout, late=late, sums_twice=not wide, attention=kernels)
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
         links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)

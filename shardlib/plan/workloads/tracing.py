@@ -6,10 +6,10 @@ the batch into layouts, which are propagated through the program (`cost.traced.l
 computation, memory passes and communication of one device are counted (`cost.traced.costs`). The
 optimizer's update is a separate program, so that an update with matmuls is priced in full.
 
-A traced program does not show kernels that a compiler substitutes for operations (attention is
-priced as the model writes it), pipelines (`stage` is not supported), and what hand-written code
-would do on axes of more than one device (`jax.shard_map`, rings over `context`, experts that
-exchange tokens).
+`sl.attention` is priced as the kernel that a platform has for it. A traced program does not show
+other kernels that a compiler substitutes for operations (attention written out is priced as
+written), pipelines (`stage` is not supported), and what hand-written code would do on axes of more
+than one device (`jax.shard_map`, rings over `context`, experts that exchange tokens).
 """
 
 import contextlib

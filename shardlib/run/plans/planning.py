@@ -116,16 +116,18 @@ def served(config: RunConfig) -> tuple[str, Any, DataSpec]:
     return config.model.name, config.model, spec
 
 
-def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
+def workload_of(
+    config: RunConfig, question: Question | None = None, *, platform: str | None = None
+) -> tuple[str, Workload]:
     """Returns the name of a run's model and its workload, with all options that a plan may choose.
-    A question's batch and length replace the run's.
+    A question's batch, length and platform replace the others.
 
     Raises:
         ConfigError: If model and data do not fit each other.
         ModelError: If the kind of model cannot be planned.
     """
     if question is not None:
-        config = _lengthened(config, question)
+        config, platform = _lengthened(config, question), question.platform
     spec = _spec(config)
     chosen = family(config.model.name)
     check_fit(config, chosen, spec)
@@ -133,7 +135,7 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
     if question is not None:
         rows = question.rows(tokens or 1, rows)
     if chosen.dims is None or tokens is None:
-        return config.model.name, cast(Workload, traced_workload(config, spec, rows))
+        return config.model.name, cast(Workload, traced_workload(config, spec, rows, platform))
     dims = of_dims(chosen.dims(config.model, spec))
     job = Job(dims, tokens, rows, **(_bytes(config) | _adapters(config, spec, dims)))
     momentum = config.optimizer.momentum_dtype
@@ -166,8 +168,11 @@ def _lengthened(config: RunConfig, question: Question) -> RunConfig:
     return dataclasses.replace(config, data=data)
 
 
-def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWorkload:
-    """Returns the workload of any other model than a transformer, from its traced program.
+def traced_workload(
+    config: RunConfig, spec: DataSpec, batch: int, platform: str | None = None
+) -> TracedWorkload:
+    """Returns the workload of any other model than a transformer, from its program as traced for a
+    platform.
 
     Raises:
         ModelError: If the model cannot be made.
@@ -185,6 +190,7 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWork
         rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
         precision=config.precision,
         batch_axes=chosen.inputs.axes_for(spec),
+        platform=platform,
         unit=chosen.inputs.unit,
     )
 
@@ -416,7 +422,7 @@ def fixes_of(
     Raises:
         ModelError: If the model, its rematerialisation or its axes cannot be planned.
     """
-    _, workload = workload_of(config)
+    _, workload = workload_of(config, platform=cluster.platform)
     cluster = as_measured(cluster)
     layout, choice = layout_of(config, cluster), choice_of(config)
     predicted = workload.memory(layout, choice, cluster).total

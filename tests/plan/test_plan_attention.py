@@ -1,0 +1,159 @@
+"""Attention of traced programs: priced as the kernel that a platform has for it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.cost.traced.costs import Walk
+from shardlib.cost.traced.layout import replicated
+from shardlib.cost.transformer.flops import step_flops
+from shardlib.hardware import parse_cluster
+from shardlib.mesh import abstract_mesh
+from shardlib.nn.attention import attend
+from shardlib.plan import Job, Layout, Transformer, peak_memory, step_time
+from shardlib.plan.workloads.tracing import trace_workload
+from shardlib.registry import DataSpec
+from shardlib_models import transformer
+
+LAYERS, EMBED, HEADS, HIDDEN, VOCAB, LENGTH, BATCH = 2, 256, 2, 512, 512, 1024, 16
+JOB = Job(Transformer(LAYERS, EMBED, HEADS, HEADS, EMBED // HEADS, HIDDEN, VOCAB), LENGTH, BATCH)
+ON = {"tpu": parse_cluster("v5p-16"), "gpu": parse_cluster("8xh100")}
+
+
+@functools.cache
+def llama(platform, **options):
+    config = transformer.FAMILY.config(
+        num_layers=LAYERS,
+        embed_dim=EMBED,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        mlp_dim=HIDDEN,
+        vocab_size=VOCAB,
+        **options,
+    )
+    return trace_workload(
+        lambda rngs: transformer.FAMILY.make(
+            config, DataSpec(vocab_size=VOCAB, sequence_length=LENGTH), rngs
+        ),
+        optax.adamw(1e-3),
+        functools.partial(transformer.FAMILY.loss, train=True),
+        dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)),
+        rules=sl.rules.STANDARD,
+        precision="bf16",
+        platform=platform,
+    )
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_both_models_time_attention_alike(platform):
+    layout = Layout(fsdp=8)
+    traced = llama(platform).step_time(layout, ON[platform])
+    formula = step_time(JOB, layout, ON[platform])
+    # The formula adds the hidden halves of the tiles on the diagonal, and exponentials backward.
+    assert traced.attention == pytest.approx(formula.attention, rel=0.5)
+    assert traced.attention < formula.attention
+    assert llama(platform, remat="full").step_time(layout, ON[platform]).recompute > 0
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_keep_no_scores(platform, remat):
+    layout, cluster = Layout(fsdp=8), ON[platform]
+    kernel = llama(platform, remat=remat).peak_memory(layout, cluster)
+    plain = llama(platform, remat=remat, attention="xla").peak_memory(layout, cluster)
+    scores = 4 * HEADS * LENGTH**2 * BATCH / layout.fsdp
+    saved = plain.activations + plain.recomputed - kernel.activations - kernel.recomputed
+    assert saved > scores * (LAYERS if remat == "none" else 1)
+    if remat == "none":
+        formula = peak_memory(JOB, layout, cluster)
+        assert kernel.activations == pytest.approx(formula.activations, rel=0.5)
+
+
+def test_model_flops_are_those_of_all_pairs():
+    for platform in ("tpu", "gpu"):
+        for remat in ("none", "full"):
+            counted = llama(platform, remat=remat).flops
+            assert counted == llama(platform, remat=remat, attention="xla").flops
+    assert counted == pytest.approx(step_flops(JOB, "full"), rel=0.01)
+
+
+def gradient_costs(platform, *shapes, **options):
+    """Returns the counts of the gradients of attention between arrays of some shapes."""
+    mesh = abstract_mesh("data=1", 1).update(
+        abstract_device=jax.sharding.AbstractDevice(platform, None, platform=platform)
+    )
+
+    def loss(*arrays):
+        return jnp.sum(attend(*(jnp.sin(x) for x in arrays), **options).astype(jnp.float32))
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with sl.use(mesh, sl.rules.STANDARD):
+        program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays).jaxpr
+    walk = Walk({}, lambda names, shape, kind: ((),) * len(shape), platform)
+    given = (*program.constvars, *program.invars)
+    return walk.run(program, [replicated(var.aval) for var in given])[1]
+
+
+def test_a_window_leaves_few_pairs():
+    row = (2, 256, 4, 64)
+    (whole,) = {one.share for _, one in gradient_costs("gpu", row, row, row, causal=False).attended}
+    (causal,) = {one.share for _, one in gradient_costs("gpu", row, row, row).attended}
+    (near,) = {one.share for _, one in gradient_costs("gpu", row, row, row, window=16).attended}
+    assert (whole, causal) == (1, pytest.approx(257 / 512, abs=1e-4))
+    assert near == pytest.approx((sum(range(1, 17)) + 240 * 16) / 256**2, abs=1e-4)
+
+
+def test_attention_without_a_kernel_is_priced_as_written():
+    row, text = (2, 256, 4, 64), (2, 77, 4, 64)
+    for platform, shapes, has_kernel in (
+        ("tpu", (row, text, text), False),
+        ("gpu", (row, text, text), True),
+        ("tpu", (row, row, row), True),
+        ("cpu", (row, row, row), False),
+    ):
+        costs = gradient_costs(platform, *shapes, causal=False)
+        assert bool(costs.attended) is has_kernel, (platform, shapes)
+        assert bool(costs.products) is not has_kernel
+        scores = 4 * 2 * 4 * 256 * shapes[1][1]
+        assert (costs.kept_bytes > scores) is not has_kernel
+
+
+def test_a_stack_of_one_layer_costs_what_the_layer_costs():
+    """XLA removes loops of one trip."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(64, 256, rngs=rngs)
+            self.down = nnx.Linear(256, 64, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jax.nn.gelu(self.up(x)))
+
+    class Once(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = Layer(rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Stacked(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = sl.stack_layers(Layer, 1, rngs)
+
+        def __call__(self, x):
+            return sl.scan_layers(lambda layer, x, _: (layer(x), None), self.layers, x)[0]
+
+    def counted(make, platform):
+        batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+        loss = lambda model, batch: jnp.mean(model(batch) ** 2)  # noqa: E731
+        work = trace_workload(make, optax.sgd(0.1), loss, batch, platform=platform)
+        costs, _ = work.costs(Layout(data=8), platform)
+        return costs.flops(), sum(costs.fused_bytes.values()), costs.kept_bytes
+
+    for platform in ("tpu", "gpu"):
+        assert counted(Stacked, platform) == pytest.approx(counted(Once, platform))
