@@ -78,9 +78,7 @@ def find_rules(
     _check_positive(microbatches, seconds)
     cluster, module = of_one_kind(on), functional(make, inputs, wrt)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    traced, workload = _traced(
-        module, loss, batch, optimizer, rules, inputs, precision, cluster.platform
-    )
+    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, precision, cluster)
     classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
     search = Search(
         traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
@@ -103,10 +101,10 @@ def _traced(
     rules: AxisRules | None,
     inputs: Inputs,
     precision: str | Precision,
-    platform: str,
+    cluster: Cluster,
 ) -> tuple[TracedLoss, TracedWorkload]:
-    """Returns the trace of the loss, for the solver, and of the step on a platform, for the cost
-    model."""
+    """Returns the trace of the loss, for the solver, and of the step on the platform of a cluster,
+    for the cost model."""
     check_transformation(optimizer)
     dtypes = precision_named(precision)
     try:
@@ -127,7 +125,7 @@ def _traced(
         rules=rules or fsdp_alone(module.axes),
         inputs=inputs,
         precision=dtypes,
-        platform=platform,
+        platform=cluster.platform,
         names=traced.names,
     )
     return traced, workload

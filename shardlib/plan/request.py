@@ -84,6 +84,7 @@ class Question:
     def platform(self) -> str | None:
         """Platform of the devices, as in `Cluster`; None if the cluster cannot be used."""
         try:
+            self._check_cluster()
             kinds = self.clusters() if self.mixed is None else self.mixed.kinds
         except ShardlibError:
             return None

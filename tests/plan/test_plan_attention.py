@@ -92,7 +92,7 @@ def gradient_costs(platform, *shapes, **options):
         return jnp.sum(attend(*(jnp.sin(x) for x in arrays), **options).astype(jnp.float32))
 
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    with sl.use(mesh, sl.rules.STANDARD):
+    with sl.use(mesh, sl.rules.STANDARD):  # type: ignore[arg-type]
         program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays).jaxpr
     walk = Walk({}, lambda names, shape, kind: ((),) * len(shape), platform)
     given = (*program.constvars, *program.invars)

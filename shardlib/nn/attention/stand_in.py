@@ -1,4 +1,4 @@
-"""What stands for an attention kernel in a program that is traced for shapes and prices.
+"""Stand-ins for attention kernels in programs that are traced for shapes and prices.
 
 JAX looks for cuDNN while it traces, and a cost model cannot read a kernel. On a mesh without
 devices attention is therefore plain. Its scope says that it is one kernel for each pass, and which
