@@ -52,6 +52,13 @@ class Decoding:
     head."""
     max_length: Callable[..., int | None]
     """`max_length(config)`: the positions that the model has; None if any number."""
+    keys_of_text: Callable[..., Any] | None = None
+    """For a family with `encoding` too, whose decoder reads the encoder's output:
+    `keys_of_text(model, hidden [b, n, embed]) -> ((key, value), ...)` for each stack of layers,
+    [layers, b, n, kv_heads, dims] each. They are in the pages before the positions of the answer,
+    and `rows.num_encoded` is their number."""
+    start_token: Callable[..., int] | None = None
+    """With `keys_of_text`, `start_token(config)`: the token before an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +112,8 @@ class ModelFamily:
     come from `model(tokens, segment_ids=...)`, the logits, with 0 for padding. None for families
     that it does not run."""
     encoding: Encoding | None = None
-    """For embeddings by `shardlib.engine`; None for families whose texts no encoder reads."""
+    """For `shardlib.engine`: embeddings of a family without `decoding`, and the prompts of one with
+    it. None for families without an encoder of texts."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

@@ -20,6 +20,7 @@ from shardlib_models.sizes import T5_SIZES
 from shardlib_models.t5_config import TAGS, T5Config, validate
 from shardlib_models.t5_decode import generate
 from shardlib_models.t5_layers import DecoderLayer, EncoderLayer, Memory, RelativeBias, norm_of
+from shardlib_models.t5_pages import DECODING, ENCODING
 from shardlib_models.transformer import project
 from shardlib_models.transformer_attention import KeyValues
 
@@ -233,6 +234,8 @@ FAMILY = ModelFamily(
     validate=validate,
     loss=loss,
     generate=generate,
+    decoding=DECODING,
+    encoding=ENCODING,
     sizes=T5_SIZES,
     architectures={"T5ForConditionalGeneration": "shardlib_models.hf.t5:T5"},
 )

@@ -56,7 +56,7 @@ class Request:
         text = "" if self.stream is None else self.stream.text
         cached = self.sequence.num_cached or 0
         return Completion(
-            self.sequence.prompt,
+            self.sequence.asked,
             tuple(self.tokens),
             text,
             self.finish_reason,

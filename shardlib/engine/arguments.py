@@ -91,32 +91,55 @@ _USUAL: dict[str, Any] = {"page_size": 16, "lane": 32, "prefix_cache": True, "sp
 
 
 def check_options(servable: Servable, **options: Any) -> None:
-    """Raises `ModelError` for options of `Engine` that a model without a decoder, or without an
-    encoder, does not have."""
+    """Raises `ModelError` for options of `Engine` that are not for the kind of the model."""
     family = servable.family
-    foreign = {"pooling"} if family.encoding is None else options.keys() - {"pooling"}
+    foreign, what = {"pooling"}, "a decoder"
     if family.encoding is not None and family.decoding is not None:
-        foreign = set()
+        foreign, what = {"pooling", "adapters"}, "an encoder with a decoder"
+    elif family.encoding is not None:
+        foreign, what = options.keys() - {"pooling"}, "an encoder, which writes no text"
     wrong = [
         f"{name}={value!r}"
         for name, value in options.items()
         if name in foreign and (value or None) != (_USUAL.get(name) or None)
     ]
     if wrong:
-        is_encoder = family.encoding is not None
-        what = "an encoder, which writes no text" if is_encoder else "not an encoder"
         raise ModelError(
             f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
             "  Leave it out."
         )
 
 
-def check_embeds(sampling: Sampling, kind: str) -> None:
-    """Raises `ModelError` for a request that asks an encoder for more than an embedding."""
-    if not sampling.embedding:
+def start_tokens(servable: Servable) -> tuple[int, ...]:
+    """Returns the tokens that a decoder with an encoder reads before its answer; none of others."""
+    decoding = servable.family.decoding
+    if decoding is None or decoding.start_token is None:
+        return ()
+    return (decoding.start_token(servable.config),)
+
+
+def check_encoded(sampling: Sampling, kind: str, starts: tuple[int, ...]) -> None:
+    """Raises `ModelError` for a request that a model with an encoder cannot answer.
+
+    Args:
+        sampling: What is asked for.
+        kind: The name of the model.
+        starts: The result of `start_tokens`.
+    """
+    if not starts and not sampling.embedding:
         raise ModelError(
             f"a {kind} is an encoder, which writes no text.\n"
             "  Ask for embeddings: engine.embed(texts), or /v1/embeddings."
+        )
+    if starts and sampling.embedding:
+        raise ModelError(
+            f"a {kind} has a decoder for its output, and no embeddings.\n"
+            "  Embed texts with a decoder or an encoder alone, such as BERT."
+        )
+    if sampling.prompt_logprobs:
+        raise ModelError(
+            f"prompt_logprobs (echo with logprobs) for a {kind}, whose encoder reads the prompt "
+            "without log probabilities.\n  Leave it out."
         )
 
 

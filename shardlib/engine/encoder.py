@@ -1,8 +1,7 @@
 """Texts that an encoder reads at once, in a few compiled shapes."""
 
-import functools
-from collections.abc import Sequence
-from typing import NamedTuple, get_args
+import contextlib
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,11 @@ from jaxtyping import Array, Float, Int
 from shardlib.engine.programs import serving_scope
 from shardlib.engine.scheduler import EngineStep
 from shardlib.engine.servable import Servable
-from shardlib.engine.sizes import EncoderShape
+from shardlib.engine.sizes import EncoderShape, EngineSizes
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.hf.pooling import Pooling
-from shardlib.registry import Encoding
+from shardlib.nn.attention import Pages, write_texts
+from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
 
@@ -29,40 +29,76 @@ class TextArrays(NamedTuple):
     """[groups, rows, length] int32, 0 after the end of a text."""
     lengths: np.ndarray
     """[groups, rows] int32; 0 for rows without a text."""
+    tables: np.ndarray
+    """The pages of the sequence of each text: [groups, rows, pages_a_row] int32."""
 
 
 class EncoderPrograms:
-    """The programs that embed texts: one for each shape."""
+    """The programs that encode texts: one for each shape."""
 
-    def __init__(
-        self, model: nnx.Module, encoding: Encoding, scope: Scope | None, pooling: Pooling
-    ):
-        self.name = type(model).__name__
-        self._graphdef, self._encoding = nnx.graphdef(model), encoding
+    def __init__(self, model: nnx.Module, family: ModelFamily, scope: Scope | None, pool: Pooling):
+        self._graphdef, self._family = nnx.graphdef(model), family
         self._scope = scope and serving_scope(scope, nnx.state(model))
-        self._pooling: Pooling = pooling
-        self._run = jax.jit(self._embedded)
+        self._pooling: Pooling = pool
+        self._embed, self._write = jax.jit(self._embedded), jax.jit(self._written, donate_argnums=1)
         self.num_traced = 0
         """Programs that have been traced, and so compiled."""
 
-    def run(self, params: nnx.State, arrays: TextArrays) -> jax.Array:
-        """Starts a program; returns embeddings of length 1: [groups, rows, embed] float32."""
-        return self._run(params, arrays)
+    def run(
+        self, params: nnx.State, pages: tuple[Pages, ...], arrays: TextArrays
+    ) -> tuple[tuple[Pages, ...], jax.Array | None]:
+        """Starts a program.
+
+        Of a model with a decoder it returns the pages, which are donated, with the keys and values
+        of texts, and None. Of others it returns the pages as they are, and embeddings of length 1:
+        [groups, rows, embed] float32.
+        """
+        if self._family.decoding is None:
+            return pages, self._embed(params, arrays)
+        return self._write(params, pages, arrays), None
 
     def _embedded(self, params: nnx.State, arrays: TextArrays) -> jax.Array:
+        with self._scoped():
+            _, hidden, lengths = self._hidden(params, arrays)
+            vectors = pooled(hidden, lengths, self._pooling)
+            vectors = vectors.reshape(*arrays.lengths.shape, -1)
+            if self._scope is None:
+                return vectors
+            # Every process reads them.
+            whole = NamedSharding(self._scope.mesh, P())
+            return jax.lax.with_sharding_constraint(vectors, whole)
+
+    def _written(
+        self, params: nnx.State, pages: tuple[Pages, ...], arrays: TextArrays
+    ) -> tuple[Pages, ...]:
+        decoding = self._family.decoding
+        assert decoding is not None
+        assert decoding.keys_of_text is not None
+        with self._scoped():
+            model, hidden, _ = self._hidden(params, arrays)
+            shape = arrays.tokens.shape
+            where = jnp.asarray(arrays.tables), jnp.asarray(arrays.lengths)
+            written = []
+            for one, pair in zip(pages, decoding.keys_of_text(model, hidden), strict=True):
+                key, value = (x.reshape(x.shape[0], *shape, *x.shape[3:]) for x in pair)
+                written.append(write_texts(one, key, value, *where))
+            return tuple(written)
+
+    def _hidden(
+        self, params: nnx.State, arrays: TextArrays
+    ) -> tuple[nnx.Module, jax.Array, jax.Array]:
+        """Returns the model, its outputs [groups * rows, length, embed], and the lengths."""
         self.num_traced += 1
-        model, scope = nnx.merge(self._graphdef, params), self._scope
-        groups, rows, length = arrays.tokens.shape
+        assert self._family.encoding is not None
+        model, length = nnx.merge(self._graphdef, params), arrays.tokens.shape[-1]
         tokens = jnp.asarray(arrays.tokens).reshape(-1, length)
         lengths = jnp.asarray(arrays.lengths).reshape(-1)
         segment_ids = (jnp.arange(length)[None] < lengths[:, None]).astype(jnp.int32)
-        run = functools.partial(self._encoding.hidden, model, tokens, segment_ids)
-        if scope is None:
-            return pooled(run(), lengths, self._pooling).reshape(groups, rows, -1)
-        with use(scope.mesh, scope.rules):
-            vectors = pooled(run(), lengths, self._pooling).reshape(groups, rows, -1)
-            # Every process reads them.
-            return jax.lax.with_sharding_constraint(vectors, NamedSharding(scope.mesh, P()))
+        return model, self._family.encoding.hidden(model, tokens, segment_ids), lengths
+
+    def _scoped(self) -> contextlib.AbstractContextManager[Any]:
+        scope = self._scope
+        return contextlib.nullcontext() if scope is None else use(scope.mesh, scope.rules)
 
 
 def pooled(
@@ -92,14 +128,14 @@ def pooled(
 
 
 def opened_encoder(
-    servable: Servable, model: nnx.Module, encoding: Encoding | None, pooling: Pooling | None
+    servable: Servable, model: nnx.Module, pooling: Pooling | None
 ) -> EncoderPrograms | None:
     """Returns the programs of a model as it is served; None without an encoder.
 
     Raises:
         ModelError: If there is no such pooling, or the folder has one that shardlib lacks.
     """
-    if encoding is None:
+    if servable.family.encoding is None:
         return None
     said = None if pooling is not None else getattr(servable, "pooling", None)
     # As sentence-transformers pools the outputs of models without a word about it.
@@ -110,31 +146,37 @@ def opened_encoder(
             f"pooling is {chosen!r}.{did_you_mean(chosen, known)}\n"
             f"  Use one of: {', '.join(known)}."
         )
-    return EncoderPrograms(model, encoding, servable.scope, chosen)
+    return EncoderPrograms(model, servable.family, servable.scope, chosen)
 
 
-def longest_text(servable: Servable, encoding: Encoding | None) -> int | None:
+def longest_text(servable: Servable) -> int | None:
     """Returns the most tokens of a text that the folder of an encoder says; None for all that the
     model has."""
+    encoding = servable.family.encoding
     if encoding is None or (said := getattr(servable, "pooling", None)) is None:
         return None
     longest = encoding.max_length(servable.config)
     return min((n for n in (said.max_length, longest) if n is not None), default=None)
 
 
-def text_arrays(step: EngineStep, shapes: Sequence[EncoderShape]) -> TextArrays:
+def text_arrays(step: EngineStep, sizes: EngineSizes) -> TextArrays:
     """Returns the texts of a step as arrays of the shape of all of them."""
     longest = max(len(text.tokens) for group in step.groups for text in group.texts)
-    shape = next(one for one in shapes if one.length >= longest)
-    arrays = empty_texts(shape, len(step.groups))
+    shape = next(one for one in sizes.encoder_shapes if one.length >= longest)
+    arrays = empty_texts(shape, sizes)
     for number, group in enumerate(step.groups):
         for row, text in enumerate(group.texts):
             arrays.tokens[number, row, : len(text.tokens)] = text.tokens
             arrays.lengths[number, row] = len(text.tokens)
+            arrays.tables[number, row, : len(text.pages)] = text.pages
     return arrays
 
 
-def empty_texts(shape: EncoderShape, groups: int) -> TextArrays:
+def empty_texts(shape: EncoderShape, sizes: EngineSizes) -> TextArrays:
     """Returns arrays of a shape without texts."""
-    tokens = np.zeros((groups, *shape), np.int32)
-    return TextArrays(tokens, np.zeros((groups, shape.rows), np.int32))
+    rows = sizes.groups, shape.rows
+    return TextArrays(
+        np.zeros((*rows, shape.length), np.int32),
+        np.zeros(rows, np.int32),
+        np.zeros((*rows, sizes.pages_a_row), np.int32),
+    )

@@ -15,16 +15,23 @@ from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
     check_adapter,
-    check_embeds,
+    check_encoded,
     check_exact,
     check_options,
     one_each,
     one_sampling,
     prompt_list,
+    start_tokens,
     token_ids,
     ways_of,
 )
-from shardlib.engine.encoder import empty_texts, longest_text, opened_encoder, text_arrays
+from shardlib.engine.encoder import (
+    TextArrays,
+    empty_texts,
+    longest_text,
+    opened_encoder,
+    text_arrays,
+)
 from shardlib.engine.grammars import GrammarReader
 from shardlib.engine.open_requests import InFlight, OpenRequests
 from shardlib.engine.programs import (
@@ -114,16 +121,16 @@ class Engine:
     ):
         check_bits(weights=weights, cache=cache)
         (decoding, encoding, max_length), self._adapters = ways_of(servable), tuple(adapters or ())
-        self._weights = ServedWeights(servable.model, weights, adapters or {})
-        model = self._weights.served(nnx.state(servable.model))
-        params = nnx.state(model)
         of_cache = {"pages": pages, "page_size": page_size, "lane": lane, "cache": cache}
         of_model = {"prefix_cache": prefix_cache, "adapters": adapters, "pooling": pooling}
         check_options(servable, **of_cache, **of_model, speculate=speculate)
+        self._weights = ServedWeights(servable.model, weights, adapters or {})
+        model = self._weights.served(nnx.state(servable.model))
+        params = nnx.state(model)
         sizes = self._sizes = engine_sizes(
             groups=num_groups(servable.scope, params),
             slots=slots,
-            context=longest_text(servable, encoding) if context is None else context,
+            context=longest_text(servable) if context is None else context,
             chunk=chunk,
             max_length=max_length(servable.config),
             deterministic=deterministic,
@@ -134,11 +141,12 @@ class Engine:
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = servable.tokenizer
-        self._ends = servable.end_tokens
+        self._ends, self._starts = servable.end_tokens, start_tokens(servable)
+        self._kind = type(servable.model).__name__
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
-        self._encoder = opened_encoder(servable, model, encoding, pooling)
+        self._encoder = opened_encoder(servable, model, pooling)
         if deterministic:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
@@ -188,26 +196,8 @@ class Engine:
     ) -> Request:
         """Returns a request for `enqueue`. It may be called by any thread, and waits for no step.
         It takes and raises what `submit` does."""
-        tokens, num_encoded = self.encode(prompt), 0
-        if self._encoder is not None:
-            check_embeds(sampling, self._encoder.name)
-            num_encoded = len(tokens)
-        left = self.context - len(tokens) + (num_encoded > 0)
-        if left < 1 and num_encoded:
-            raise ModelError(
-                f"the text has {len(tokens)} tokens, and the model embeds at most {self.context}.\n"
-                "  Shorten it, or embed its parts."
-            )
-        if left < 1:
-            raise ModelError(
-                f"the prompt has {len(tokens)} tokens, but the context of {self.context} must hold "
-                "the answer too.\n  Shorten the prompt, or give the engine a longer context."
-            )
-        if sampling.max_tokens is not None and sampling.max_tokens > left:
-            raise ModelError(
-                f"a prompt of {len(tokens)} tokens and max_tokens={sampling.max_tokens} exceed the "
-                f"context of {self.context} tokens.\n  Ask for at most {left} tokens."
-            )
+        tokens, num_encoded = self._framed(self.encode(prompt), sampling)
+        left = self._left(tokens, num_encoded, sampling)
         if sampling.stop and self.tokenizer is None:
             raise ModelError(
                 "stop texts need a tokenizer, and the model has none.\n  Give stop_tokens instead."
@@ -233,6 +223,35 @@ class Engine:
         deadline = None if timeout_seconds is None else now + timeout_seconds
         stream = None if self.tokenizer is None else TextStream(self._decoded, sampling.stop)
         return Request(sequence, stream, deadline, submitted_at=now)
+
+    def _framed(self, tokens: tuple[int, ...], sampling: Sampling) -> tuple[tuple[int, ...], int]:
+        """Returns the prompt of a sequence, and how many of its tokens an encoder reads."""
+        if self._encoder is None:
+            return tokens, 0
+        check_encoded(sampling, self._kind, self._starts)
+        return (*tokens, *self._starts), len(tokens)
+
+    def _left(self, prompt: tuple[int, ...], num_encoded: int, sampling: Sampling) -> int:
+        """Returns the most tokens of an answer."""
+        size, left = num_encoded or len(prompt), self.context - len(prompt)
+        if num_encoded == len(prompt):
+            if left < 0:
+                raise ModelError(
+                    f"the text has {size} tokens, and the model embeds at most {self.context}.\n"
+                    "  Shorten it, or embed its parts."
+                )
+            return 1
+        if left < 1:
+            raise ModelError(
+                f"the prompt has {size} tokens, but the context of {self.context} must hold "
+                "the answer too.\n  Shorten the prompt, or give the engine a longer context."
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens > left:
+            raise ModelError(
+                f"a prompt of {size} tokens and max_tokens={sampling.max_tokens} exceed the "
+                f"context of {self.context} tokens.\n  Ask for at most {left} tokens."
+            )
+        return left
 
     def enqueue(self, request: Request) -> Request:
         """Queues a request that was prepared, and returns it.
@@ -286,12 +305,19 @@ class Engine:
         """Starts the programs of a step."""
         result = embeddings = None
         if self._encoder is not None and step.encodes:
-            texts = text_arrays(step, self._sizes.encoder_shapes)
-            embeddings = self._encoder.run(self._params, texts)
+            texts = text_arrays(step, self._sizes)
+            self._state, embeddings = self._encoded(texts)
         if step.draws:
             arrays = self._arranger.arrays(step, added)
             self._state, result = self._programs.run(self._params, self._state, arrays)
         return InFlight(step, result, embeddings, self.version)
+
+    def _encoded(self, texts: TextArrays) -> tuple[DeviceState, jax.Array | None]:
+        """Starts the program of texts; returns the state after it, and embeddings if it makes
+        them."""
+        assert self._encoder is not None
+        pages, embeddings = self._encoder.run(self._params, self._state.pages, texts)
+        return self._state._replace(pages=pages), embeddings
 
     @property
     def busy(self) -> bool:
@@ -303,7 +329,7 @@ class Engine:
         with self._lock:
             if self._encoder is not None:
                 for shape in self._sizes.encoder_shapes:
-                    self._encoder.run(self._params, empty_texts(shape, self._sizes.groups))
+                    self._state, _ = self._encoded(empty_texts(shape, self._sizes))
             for count in self._sizes.lane_counts:
                 idle = EngineStep((GroupStep((), ()),) * self._sizes.groups)
                 arrays = self._arranger.arrays(idle, least_lanes=count)

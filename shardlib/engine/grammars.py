@@ -54,7 +54,13 @@ class GrammarReader:
         text = to_json()
         if json.loads(text).get("shardlib") == "bytes":
             return LLTokenizer(TokenizerWrapper(_Bytes(ends[0])), eos_token=ends)
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
+        try:
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
+        except ValueError as error:
+            raise ModelError(
+                f"llguidance cannot read the tokenizer.json of the model for a grammar: {error}.\n"
+                "  Leave the grammar out."
+            ) from None
 
 
 class _Bytes:

@@ -50,7 +50,7 @@ class OpenRequests:
         """
         self._scheduler.add(request.sequence)
         self.by_sequence[request.sequence] = request
-        self.counts["prompt"] += len(request.sequence.prompt)
+        self.counts["prompt"] += len(request.sequence.asked)
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """Ends an answer as it is, unless it is finished."""

@@ -254,17 +254,20 @@ class Arranger:
         lane_tables = np.zeros((count, self.sizes.pages_a_row), np.int32)
         tokens, targets = np.zeros(count * width, np.int32), np.zeros_like(positions)
         draws = self.sizes.draws_a_lane
+        has_text = bool(self.sizes.encoder_shapes)
         more = -(-max(count * draws, self.sizes.least_drawn - slots) // draws) * draws
         last_rows, guesses = np.zeros(more, np.int32), np.full(more, -1, np.int32)
         lane_slots = np.full(more, slots, np.int32)
         sampling: list[Sampling | None] = [None] * (slots + more)
         adapters = np.full(positions.shape, NO_ADAPTER, np.int32)
+        encoded = np.zeros_like(positions)
         for row in group.decodes:
             sampling[row.slot] = row.sequence.sampling
             tables[row.slot, : len(row.pages)] = row.pages
             positions[row.slot] = row.position
             pages[row.slot] = row.pages[row.position // page_size]
             adapters[row.slot] = self._adapter(row.sequence)
+            encoded[row.slot] = row.sequence.num_encoded
         for number, lane in enumerate(group.lanes):
             lane_tables[number, : len(lane.pages)] = lane.pages
             first, size = number * width, len(lane.tokens)
@@ -276,6 +279,7 @@ class Arranger:
             positions[slots + first : slots + first + width] = at[-1]
             positions[slots + first : slots + first + size] = at
             adapters[slots + first : slots + first + size] = self._adapter(lane.sequence)
+            encoded[slots + first : slots + first + width] = lane.sequence.num_encoded
             of_pages = lane_tables[number, at // page_size]
             pages[slots + first : slots + first + size] = of_pages
             if lane.draws:
@@ -286,7 +290,7 @@ class Arranger:
                 for row in range(mine.start, mine.stop):
                     sampling[slots + row] = lane.sequence.sampling
         return StepArrays(
-            Rows(positions, pages, tables, lane_tables),
+            Rows(positions, pages, tables, lane_tables, encoded if has_text else None),
             tokens,
             last_rows,
             lane_slots,

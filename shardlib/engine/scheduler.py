@@ -73,6 +73,11 @@ class SequenceState:
         return len(self.prompt) + len(self.out)
 
     @property
+    def asked(self) -> tuple[int, ...]:
+        """The prompt as it was given, without the token that a decoder starts from."""
+        return self.prompt[: self.num_encoded] if self.num_encoded else self.prompt
+
+    @property
     def is_encoded_only(self) -> bool:
         """Whether its embedding is all that is computed."""
         return self.num_encoded == len(self.prompt)

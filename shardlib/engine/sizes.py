@@ -9,6 +9,10 @@ from shardlib.functional.quantized import Bits
 
 _DEFAULT_CONTEXT = 4096
 """Positions of a sequence where the model has any number, or more."""
+_ENCODER_CONTEXT = 1024
+"""The same of a model with an encoder and a decoder: texts and answers of 512 tokens each. Source:
+Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer", section 3.1.2."""
 _SMALL = 2
 """Lanes of the smaller program that reads prompts."""
 _LEAST_ROWS = 64
@@ -102,6 +106,8 @@ def engine_sizes(
         )
     slots = -(-slots // groups)
     pages = None if pages is None else pages // groups
+    if context is None and max_length is None and encodes:
+        context = _ENCODER_CONTEXT if pages is None else min(_ENCODER_CONTEXT, pages * page_size)
     context = _context(context, max_length, None if pages is None else pages * page_size)
     if not writes:
         page_size = context + 1

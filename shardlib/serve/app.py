@@ -144,7 +144,7 @@ async def _streamed(answer: OpenAnswer, chunks: Chunks) -> AsyncIterator[dict[st
             begun.add(piece.index)
             request = answer.requests[piece.index]
             scored = request.scored_prompt()
-            parts = echoed(asked, piece.index, request.sequence.prompt, scored, chunks.speaker)
+            parts = echoed(asked, piece.index, request.sequence.asked, scored, chunks.speaker)
             text, tokens = parts[0] + text, (*parts[1], *tokens)
         for chunk in chunks.piece(piece.index, text, tokens, piece.finish_reason):
             yield chunk

@@ -146,7 +146,7 @@ def test_what_an_encoder_cannot_answer(served):
     with pytest.raises(ModelError, match=r"65 tokens, and the model embeds at most 64.\n  Short"):
         engine.embed([[1] * 65])
     assert engine.embed([[1] * 64]).shape == (1, 64)
-    with pytest.raises(ModelError, match="pooling='cls' for a Transformer, which is not an enc"):
+    with pytest.raises(ModelError, match="pooling='cls' for a Transformer, which is a decoder"):
         Engine(made(), pooling="cls")
 
 

@@ -88,8 +88,11 @@ def attend_group(
     window: jax.Array | int | None,
     sinks: jax.Array | None,
     together: bool,
+    firsts: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`."""
+    """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`.
+    `firsts` [rows] are the first positions that rows see; None for 0."""
     (num_rows, heads, head_dim), dtype = query.shape, query.dtype
     kv_heads = pages.key.shape[3] // head_dim
     group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
@@ -98,18 +101,31 @@ def attend_group(
     if together:
         # Products of 16 bits; their sums are float32.
         query = query.astype(dtype)
-    reader = _BlockReader(pages, kv_heads, layer, mask, window, together, dtype)
+    if bias is not None:
+        bias = bias.astype(jnp.float32).reshape(kv_heads, group, -1)
+    reader = _BlockReader(pages, kv_heads, layer, mask, window, together, dtype, bias)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
         jnp.zeros((kv_heads, group, value_dim)),
     )
     slots = tables.shape[0]
-    sums = reader.of_slots(query[:slots], positions[:slots], tables, start)
+    seen = _SeenPositions(firsts, positions)
+    of_slots, of_lanes = (
+        jax.tree.map(cut, seen) for cut in (lambda x: x[:slots], lambda x: x[slots:])
+    )
+    sums = reader.of_slots(query[:slots], of_slots, tables, start)
     if lanes.shape[0]:
-        of_lanes = reader.of_lanes(query[slots:], positions[slots:], lanes, start)
+        of_lanes = reader.of_lanes(query[slots:], of_lanes, lanes, start)
         sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
     return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(dtype)
+
+
+class _SeenPositions(NamedTuple):
+    """The positions that rows see, both included; `first` is None for 0."""
+
+    first: jax.Array | None
+    last: jax.Array
 
 
 class _Sums(NamedTuple):
@@ -131,6 +147,8 @@ class _BlockReader(NamedTuple):
     together: bool
     dtype: jax.typing.DTypeLike
     """The dtype in which keys and values are read."""
+    bias: jax.Array | None
+    """Added to scores by distance: [kv_heads, group, distances] float32."""
 
     @property
     def pages_a_block(self) -> int:
@@ -147,57 +165,58 @@ class _BlockReader(NamedTuple):
         return jax.vmap(function)(over) if self.together else jax.lax.map(function, over)
 
     def of_slots(
-        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+        self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
     ) -> _Sums:
         """Returns the sums of rows with a table each."""
         tables = self._whole_blocks(tables)
 
-        def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
-            query, position, table = row
+        def of_row(row: tuple[jax.Array, _SeenPositions, jax.Array]) -> _Sums:
+            query, seen, table = row
 
             def add(number: jax.Array, sums: _Sums) -> _Sums:
-                read = self._read(table, number, position)
-                return self._added(sums, query, position, number, *read)
+                read = self._read(table, number, seen.last)
+                return self._added(sums, query, seen, number, *read)
 
-            return jax.lax.fori_loop(self._first(position), self._end(position), add, start)
+            return jax.lax.fori_loop(self._first(seen), self._end(seen.last), add, start)
 
-        return self.map(of_row, (query, positions, tables))
+        return self.map(of_row, (query, seen, tables))
 
     def of_lanes(
-        self, query: jax.Array, positions: jax.Array, tables: jax.Array, start: _Sums
+        self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
     ) -> _Sums:
         """Returns the sums of lanes, whose rows read each block together."""
         lanes = tables.shape[0]
         width = query.shape[0] // lanes
-        query, positions = (x.reshape(lanes, width, *x.shape[1:]) for x in (query, positions))
+        query, seen = jax.tree.map(lambda x: x.reshape(lanes, width, *x.shape[1:]), (query, seen))
         many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
 
-        def of_lane(lane: tuple[jax.Array, jax.Array, jax.Array]) -> _Sums:
-            query, positions, table = lane
-            last = jnp.max(positions)
+        def of_lane(lane: tuple[jax.Array, _SeenPositions, jax.Array]) -> _Sums:
+            query, seen, table = lane
+            last = jnp.max(seen.last)
 
             def add(number: jax.Array, sums: _Sums) -> _Sums:
                 key, value = self._read(table, number, last)
 
-                def of_row(row: tuple[_Sums, jax.Array, jax.Array]) -> _Sums:
+                def of_row(row: tuple[_Sums, jax.Array, _SeenPositions]) -> _Sums:
                     return self._added(*row, number, key, value)
 
-                return self.map(of_row, (sums, query, positions))
+                return self.map(of_row, (sums, query, seen))
 
-            first, end = self._first(jnp.min(positions)), self._end(last)
+            first, end = self._first(jax.tree.map(jnp.min, seen)), self._end(last)
             return jax.lax.fori_loop(first, end, add, many)
 
-        sums = self.map(of_lane, (query, positions, self._whole_blocks(tables)))
+        sums = self.map(of_lane, (query, seen, self._whole_blocks(tables)))
         return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
 
     def _whole_blocks(self, tables: jax.Array) -> jax.Array:
         return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.pages_a_block)))
 
-    def _first(self, position: jax.Array) -> jax.Array | int:
-        """Returns the first block that a row at `position` sees."""
-        if self.window is None:
-            return 0
-        return jnp.maximum(position - self.window + 1, 0) // self.block
+    def _first(self, seen: _SeenPositions) -> jax.Array | int:
+        """Returns the first block that a row sees."""
+        first = 0 if seen.first is None else seen.first
+        if self.window is not None:
+            first = jnp.maximum(seen.last - self.window + 1, first)
+        return first // self.block
 
     def _end(self, position: jax.Array) -> jax.Array:
         return position // self.block + 1
@@ -230,7 +249,7 @@ class _BlockReader(NamedTuple):
         self,
         sums: _Sums,
         query: jax.Array,
-        position: jax.Array,
+        seen: _SeenPositions,
         number: jax.Array,
         key: jax.Array,
         value: jax.Array,
@@ -240,10 +259,15 @@ class _BlockReader(NamedTuple):
         scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(query.dtype), **wide)
         scores = self.mask.capped(scores)
         at = number * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        seen = at <= position
+        if self.bias is not None:
+            distances = jnp.clip(seen.last - at, 0, self.bias.shape[-1] - 1)
+            scores = scores + self.bias[..., distances]
+        is_seen = at <= seen.last
+        if seen.first is not None:
+            is_seen &= at >= seen.first
         if self.window is not None:
-            seen &= at > position - self.window
-        scores = jnp.where(seen, scores, -jnp.inf)
+            is_seen &= at > seen.last - self.window
+        scores = jnp.where(is_seen, scores, -jnp.inf)
         peak = jnp.maximum(sums.peak, jnp.max(scores, axis=-1))
         weights, kept = jnp.exp(scores - peak[..., None]), jnp.exp(sums.peak - peak)
         new = jnp.einsum("kgs,ksd->kgd", weights.astype(value.dtype), value, **wide)

@@ -45,6 +45,9 @@ class Rows(NamedTuple):
     """The pages of the sequence of each slot, in order; 0 beyond its end."""
     lanes: Int[Array | np.ndarray, "groups lanes pages_a_row"]
     """The pages of the sequence of each lane, whose rows are consecutive positions."""
+    num_encoded: Int[Array | np.ndarray, "groups rows"] | None = None
+    """Of a decoder with an encoder: the first positions of the sequence of each row, which hold the
+    keys and values of its text; 0 for a row without one."""
 
 
 def empty_pages(
@@ -85,8 +88,8 @@ def empty_pages(
 
 def attend_pages(
     query: Float[Array, "groups rows heads head_dim"],
-    key: Float[Array, "groups rows kv_heads head_dim"],
-    value: Float[Array, "groups rows kv_heads value_dim"],
+    key: Float[Array, "groups rows kv_heads head_dim"] | None,
+    value: Float[Array, "groups rows kv_heads value_dim"] | None,
     pages: Pages,
     layer: int | Int[Array, ""],
     rows: Rows,
@@ -94,45 +97,35 @@ def attend_pages(
     *,
     window: Int[Array, ""] | int | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    bias: Float[Array, "heads distances"] | None = None,
     together: bool | None = None,
 ) -> tuple[Float[Array, "groups rows heads value_dim"], Pages]:
     """Writes a key and a value of each row, and returns attention of each row to the positions of
-    its sequence up to its own, and the pages.
+    its sequence up to its own, after the text of an encoder, and the pages.
 
     Args:
         query: A query for each row.
-        key: A key for each row.
-        value: A value for each row.
+        key: A key for each row; None for attention to the text of the encoder alone.
+        value: A value for each row, or None with `key`.
         pages: The cache. There are as many groups as parts into which the active rules cut `batch`.
         layer: The layer, an int32 scalar.
         rows: Where the rows belong.
         mask: Scale and bound of the scores. Its window is not read.
         window: Number of positions that a row sees, including its own; None for all.
         sinks: As in `attend`.
+        bias: Added to the scores of keys by their distance from the row; the last one counts for
+            all longer distances.
         together: Whether all rows are read at once; None for all platforms but CPUs.
     """
     at_once = platform() != "cpu" if together is None else together
 
     def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
-        query, key, value, rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
-        layer, window, sinks = shared
+        own = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
         cache = GroupPages(*jax.tree.map(lambda x: jnp.squeeze(x, 1), tuple(pages)))
-        cache = cache.written(layer, rows.positions, rows.pages, key, value)
-        y = attend_group(
-            query,
-            cache,
-            layer,
-            rows.positions,
-            rows.tables,
-            rows.lanes,
-            mask,
-            window=window,
-            sinks=sinks,
-            together=at_once,
-        )
+        y, cache = _of_group(cache, own, shared, mask, at_once)
         return y[None], Pages(*jax.tree.map(lambda x: x[:, None], tuple(cache)))
 
-    own, shared = (query, key, value, rows), (layer, window, sinks)
+    own, shared = (query, key, value, rows), (layer, window, sinks, bias)
     axes = group_axes(query.shape[0])
     if not axes:
         return of_one(pages, own, shared)
@@ -140,6 +133,74 @@ def attend_pages(
     shared = jax.tree.map(jnp.asarray, shared)
     region = manual(of_one, axes, (P(None, axes), P(axes), P()), (P(axes), P(None, axes)))
     return region(pages, own, shared)
+
+
+def _of_group(
+    cache: GroupPages, own: Any, shared: Any, mask: Mask, together: bool
+) -> tuple[jax.Array, GroupPages]:
+    """Returns the attention of the rows of one group, and its pages; see `attend_pages`."""
+    query, key, value, rows = own
+    layer, window, sinks, bias = shared
+    last, firsts = rows.positions, rows.num_encoded
+    if key is None:
+        # Rows without a text see a position that nobody reads.
+        last, firsts = jnp.maximum(rows.num_encoded - 1, 0), None
+    else:
+        cache = cache.written(layer, rows.positions, rows.pages, key, value)
+    y = attend_group(
+        query,
+        cache,
+        layer,
+        last,
+        rows.tables,
+        rows.lanes,
+        mask,
+        window=window,
+        sinks=sinks,
+        together=together,
+        firsts=firsts,
+        bias=bias,
+    )
+    return y, cache
+
+
+def write_texts(
+    pages: Pages,
+    key: Float[Array, "layers groups texts length kv_heads head_dim"],
+    value: Float[Array, "layers groups texts length kv_heads value_dim"],
+    tables: Int[Array, "groups texts pages_a_row"],
+    lengths: Int[Array, "groups texts"],
+) -> Pages:
+    """Returns pages with the keys and values of texts at the first positions of their sequences.
+
+    Args:
+        pages: The cache.
+        key, value: Of all layers and positions.
+        tables: The pages of the sequence of each text.
+        lengths: The tokens of each text; positions after them are not kept.
+    """
+
+    def of_one(pages: Pages, own: Any) -> Pages:
+        key, value = (jnp.squeeze(x, 1) for x in own[0])
+        tables, lengths = (jnp.squeeze(x, 0) for x in own[1])
+        cache = GroupPages(*jax.tree.map(lambda x: jnp.squeeze(x, 1), tuple(pages)))
+        at = jnp.broadcast_to(jnp.arange(key.shape[2], dtype=jnp.int32), key.shape[1:3])
+        own_pages = jnp.take_along_axis(tables, at // cache.key.shape[2], axis=1)
+        own_pages = jnp.where(at < lengths[:, None], own_pages, 0)
+
+        def write(layer: jax.Array, cache: GroupPages) -> GroupPages:
+            rows = (x[layer].reshape(-1, *x.shape[3:]) for x in (key, value))
+            return cache.written(layer, at.reshape(-1), own_pages.reshape(-1), *rows)
+
+        cache = jax.lax.fori_loop(0, key.shape[0], write, cache)
+        return Pages(*jax.tree.map(lambda x: x[:, None], tuple(cache)))
+
+    own = (key, value), (tables, lengths)
+    axes = group_axes(tables.shape[0])
+    if not axes:
+        return of_one(pages, own)
+    region = manual(of_one, axes, (P(None, axes), (P(None, axes), P(axes))), P(None, axes))
+    return region(pages, own)
 
 
 def group_axes(groups: int) -> tuple[str, ...]:

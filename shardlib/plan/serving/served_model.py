@@ -120,7 +120,7 @@ def described(model: Any) -> tuple[str, Any, DataSpec]:
     if key in known:
         name, fields = known[key]
         return key, from_dict(family(name).config, fields, key), DataSpec()
-    others = [name for name in known if family(known[name][0]).decoding is not None]
+    others = [name for name in known if family(known[name][0]).dims is not None]
     if key in NAMED:
         raise ModelError(
             f"{key} cannot be served: its dimensions are known, but not its architecture.\n"
