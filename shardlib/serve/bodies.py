@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shardlib.engine import Grammar, Sampling
 from shardlib.errors import DataError, ModelError, ShardlibError, did_you_mean
+from shardlib.serve.forced_calls import CallForm, grammar_of_calls
 
 Url = Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings"]
 COMPLETIONS: Url = "/v1/completions"
@@ -47,7 +48,7 @@ FIELDS: Mapping[Url, Mapping[str, Any]] = {
         "logprobs": bool,
         "top_logprobs": int,
         "tools": list,
-        "tool_choice": str,
+        "tool_choice": (str, dict),
     },
     EMBEDDINGS: {"model": str, "input": (str, list), "encoding_format": str, "user": str},
 }
@@ -104,6 +105,8 @@ class Speaker:
     chat: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], Sequence[int]]
     """`chat(messages, tools)`: the tokens of messages, up to the answer. It raises `DataError`
     without a template."""
+    call_form: Callable[[], CallForm] = lambda: "tagged"
+    """Returns the form in which the chat template asks for calls of tools."""
     adapters: tuple[str, ...] = ()
     """Adapters of the engine, each of which is a model to its clients."""
 
@@ -143,8 +146,12 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
+    grammar = _forced_call(given, speaker) if known == CHAT else None
+    grammar = _grammar(given.get("response_format", {"type": "text"})) or grammar
     try:
-        samplings = tuple(_sampling(known, given, choice, adapter) for choice in range(choices))
+        samplings = tuple(
+            _sampling(known, given, choice, adapter, grammar) for choice in range(choices)
+        )
     except ModelError as error:
         raise BodyError(str(error)) from None
     return Asked(
@@ -248,9 +255,61 @@ def _tools(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         raise BodyError(
             'tools are wrong.\n  Give a list of {"type": "function", "function": {"name": ...}}.'
         )
-    if choice not in ("auto", "none"):
-        raise BodyError(f"tool_choice is {choice!r}.\n  Give 'auto' or 'none'.")
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        raise BodyError(
+            f"tool_choice is {choice!r}.\n  Give 'auto', 'none', 'required', or a function."
+        )
     return [] if choice == "none" else tools
+
+
+def _forced_call(given: Mapping[str, Any], speaker: Speaker) -> Grammar | None:
+    """Returns the grammar of an answer that must call a tool; None if it need not."""
+    choice = given.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return None
+    functions = [one["function"] for one in _tools(given)]
+    named = None if choice == "required" else _chosen(choice, [one["name"] for one in functions])
+    if not functions:
+        raise BodyError(
+            "tool_choice is 'required', and the body has no tools.\n  Give tools, or leave it out."
+        )
+    if given.get("response_format", {"type": "text"}).get("type") != "text":
+        raise BodyError(
+            "tool_choice forces a call, and response_format another answer.\n"
+            "  Leave one of them out."
+        )
+    if named is not None:
+        functions = [one for one in functions if one["name"] == named]
+    if wrong := [one["name"] for one in functions if not _takes_object(one)]:
+        raise BodyError(
+            f"parameters of {', '.join(wrong)} are not the JSON schema of an object.\n"
+            '  Give {"type": "object", "properties": {...}}, or leave parameters out.'
+        )
+    return grammar_of_calls(functions, speaker.call_form(), several=named is None)
+
+
+def _chosen(choice: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns the function that `tool_choice` names."""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise BodyError(
+            'tool_choice is wrong.\n  Give {"type": "function", "function": {"name": ...}}, or '
+            "'auto', 'none' or 'required'."
+        )
+    if name not in names:
+        raise BodyError(
+            f"tool_choice names {name!r}, which is not one of the tools.{did_you_mean(name, names)}"
+            f"\n  Use one of: {', '.join(names) or '(no tools are given)'}."
+        )
+    return name
+
+
+def _takes_object(function: Mapping[str, Any]) -> bool:
+    parameters = function.get("parameters")
+    if parameters is None:
+        return True
+    return isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"
 
 
 def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
@@ -298,7 +357,9 @@ def _object(function: Mapping[str, Any]) -> Any:
     return arguments
 
 
-def _sampling(url: Url, given: Mapping[str, Any], choice: int, adapter: str | None) -> Sampling:
+def _sampling(
+    url: Url, given: Mapping[str, Any], choice: int, adapter: str | None, grammar: Grammar | None
+) -> Sampling:
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     logprobs = given.get("logprobs")
     if url == COMPLETIONS:
@@ -320,7 +381,7 @@ def _sampling(url: Url, given: Mapping[str, Any], choice: int, adapter: str | No
         presence_penalty=given.get("presence_penalty", 0.0),
         frequency_penalty=given.get("frequency_penalty", 0.0),
         logit_bias=_bias(given.get("logit_bias", {})),
-        grammar=_grammar(given.get("response_format", {"type": "text"})),
+        grammar=grammar,
         adapter=adapter,
         prompt_logprobs=given.get("echo", False) and logprobs is not None,
     )

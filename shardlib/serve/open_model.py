@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from shardlib.data.instruct.encode import prompt_of_chat
+from shardlib.data.instruct.template import ChatTemplate
 from shardlib.engine import Engine
 from shardlib.errors import ConfigError, DataError
 from shardlib.evaluation import TextModel
@@ -19,6 +20,7 @@ from shardlib.hf.pooling import TextPooling
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
 from shardlib.serve.bodies import Speaker
+from shardlib.serve.forced_calls import CallForm, form_of
 from shardlib.sharding.constrain import Scope, use
 
 
@@ -46,6 +48,14 @@ class ServedTexts:
         """Returns the text of the tokenizer's file."""
         return self.text_model.tokenizer.to_json()
 
+    def call_form(self) -> CallForm:
+        """Returns the form in which the chat template asks for calls of tools.
+
+        Raises:
+            DataError: If there is no chat template.
+        """
+        return form_of(self._template().source)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -56,11 +66,12 @@ class ServedTexts:
         Raises:
             DataError: If there is no chat template, or it refuses the messages.
         """
+        return prompt_of_chat(self._template(), self.text_model.tokenizer, messages, tools)
+
+    def _template(self) -> ChatTemplate:
         if self.text_model.template is None:
             raise DataError("the model has no chat template.\n  Use /v1/completions.")
-        return prompt_of_chat(
-            self.text_model.template(), self.text_model.tokenizer, messages, tools
-        )
+        return self.text_model.template()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +150,10 @@ def open_model(
             for one, folder in folders.items()
         }
     engine = Engine(opened, adapters=given, **options)
-    return engine, Speaker(name, lambda ids: texts.decode(list(ids)), texts.chat, tuple(folders))
+    speaker = Speaker(
+        name, lambda ids: texts.decode(list(ids)), texts.chat, texts.call_form, tuple(folders)
+    )
+    return engine, speaker
 
 
 def _check_adapters(name: str, folders: Mapping[str, str]) -> None:

@@ -29,6 +29,18 @@ _PROMPT = {
         {"type": "array", "items": _TOKENS, "minItems": 1},
     ]
 }
+_CHOSEN = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
 _NARROWER: dict[str, dict[str, Any]] = {
     "prompt": _PROMPT,
     "input": _PROMPT,
@@ -36,7 +48,7 @@ _NARROWER: dict[str, dict[str, Any]] = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS, {"type": "null"}]},
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
-    "tool_choice": {"enum": ["auto", "none", None]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _CHOSEN]},
     "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
     "max_tokens": {"type": ["integer", "null"], "minimum": 1},
     "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
