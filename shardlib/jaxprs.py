@@ -123,6 +123,19 @@ class FlatProgram:
     outvars: tuple[Atom, ...]
     operations: tuple[Operation, ...]
 
+    @functools.cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The number of each operation's kind. Operations of one kind have equal primitives,
+        parameters, shapes and dtypes, as in layers that repeat."""
+        numbers: dict[tuple[object, ...], int] = {}
+        kinds = []
+        for operation in self.operations:
+            values = (*operation.invars, *operation.outvars)
+            types = (f"{v.aval} {is_literal(v)}" for v in values)
+            key = operation.name, str(operation.params), *types
+            kinds.append(numbers.setdefault(key, len(numbers)))
+        return tuple(kinds)
+
 
 def scan_parts(scan: JaxprEqn | Operation) -> tuple[int, int]:
     """Returns the number of operands of a scan that are constant over trips, and the number carried

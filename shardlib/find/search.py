@@ -1,5 +1,6 @@
 """The search over meshes for the rules of one model on one cluster."""
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -114,13 +115,14 @@ class Search:
             PartitionError: If no answer was found in time.
         """
         checked = list(map(self._checked, meshes))
-        counts = [(sizes, counts) for sizes in checked if (counts := self._counts(sizes))]
-        is_one = len(counts) == 1
+        divided = [(sizes, counts) for sizes in checked if (counts := self._divisors(sizes))]
+        is_one = len(divided) == 1
         order = itertools.count()
         queue: list[tuple[_Rank, int, FoundRules | tuple[int, int]]] = []
-        outcome = _Outcome()
-        for mesh, (sizes, _) in enumerate(counts):
+        outcome, counts = _Outcome(), dict[int, tuple[dict[str, int], list[int]]]()
+        for mesh, (sizes, numbers) in enumerate(divided):
             if not self._is_full(sizes, outcome):
+                counts[mesh] = sizes, self._may_fit(sizes, numbers)
                 queue.append((_Rank(), next(order), (mesh, 0)))
         while queue:
             rank, _, task = heapq.heappop(queue)
@@ -185,14 +187,23 @@ class Search:
         mesh = abstract_mesh(found.mesh_text, self.cluster.num_devices)
         return _Rank(bool(found.rules.idle(mesh)), found.prices[0].rank)
 
-    def _counts(self, sizes: Mapping[str, int]) -> list[int]:
-        """Returns the numbers of microbatches to try, ascending, from the first that may fit."""
+    def _divisors(self, sizes: Mapping[str, int]) -> list[int]:
+        """Returns the possible numbers of microbatches, ascending."""
         rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
+        if left:
+            return []
         if self.microbatches is not None:
-            return [] if left or rows % self.microbatches else [self.microbatches]
-        counts = [n for n in range(1, rows + 1) if rows % n == 0] if not left else []
-        may_fit = [n for n in counts if self._least_bytes(sizes, n) <= self.capacity_bytes]
-        return may_fit or counts[-1:]
+            return [] if rows % self.microbatches else [self.microbatches]
+        return divisors(rows)
+
+    def _may_fit(self, sizes: Mapping[str, int], counts: list[int]) -> list[int]:
+        """Returns the numbers of microbatches from the first that may fit: more hold less."""
+
+        def fits(count: int) -> bool:
+            return self._least_bytes(sizes, count) <= self.capacity_bytes
+
+        first = bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)
+        return counts[first:]
 
     def _least_bytes(self, sizes: Mapping[str, int], microbatches: int) -> float:
         """Returns bytes that a device holds at least: state and saved activations in all pieces."""

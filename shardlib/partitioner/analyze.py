@@ -125,7 +125,7 @@ class LayoutWalk:
         steps = []
         for operation in self.flat.operations:
             step = self._step(operation, [self._read(v) for v in operation.invars])
-            step.settled = self._settled(step)
+            step.settled = step.settled or self._settled(step)
             steps.append(step)
             self.at.update(zip(operation.outvars, step.settled or step.results, strict=True))
         outputs = tuple(self._read(v) for v in self.flat.outvars)
@@ -181,6 +181,7 @@ class LayoutWalk:
 
     def _cut(self, operation: Operation, ins: list[ValueLayout], factors: Factors) -> Step:
         """Returns the step of an operation on pieces, cut along the cheapest factors."""
+        stored = ins
         if _uses_parameters(operation, ins):
             shared = factors.shared if operation.name in PRODUCTS else frozenset[int]()
             pairs = zip(ins, factors.operands, strict=True)
@@ -200,7 +201,37 @@ class LayoutWalk:
         sums = [a for f, kind in factors.reduced.items() if kind == "sum" for a in cut.get(f, ())]
         results = [ValueLayout(dims_of(dims, cut), pending.union(sums)) for dims in factors.results]
         moved = self._moved(operation, ins, operands)
-        return Step(operation, operands, tuple(results), cut, factors, moved_bytes=moved)
+        step = Step(operation, operands, tuple(results), cut, factors, moved_bytes=moved)
+        return self._lookup(step, stored) if operation.name == "gather" else step
+
+    def _lookup(self, step: Step, ins: list[ValueLayout]) -> Step:
+        """Returns the step of a lookup for which a table stays cut along its columns over the axes
+        of the batch, if this sends less than the table.
+
+        Every device looks up its columns for all rows, and an all-to-all brings whole rows back.
+        """
+        operation, factors, table = step.operation, step.factors, ins[0]
+        if factors is None or not table.stored or self._uses[operation.invars[0]] > 1:
+            return step
+        pairs = zip(factors.operands[0], table.dims, strict=True)
+        columns: Assignment = {f: axes for f, axes in pairs if f is not None and axes}
+        (rows,) = step.results
+        is_possible = columns.keys() <= set(factors.results[0]) and not rows.pending
+        if not is_possible or dims_of(factors.operands[0], columns) != table.dims:
+            return step
+        others = (
+            (factor, tuple(axis for axis in axes if axis not in table.axes))
+            for factor, axes in step.assignment.items()
+        )
+        cut = {factor: axes for factor, axes in others if axes} | columns
+        operands = tuple(ValueLayout(dims_of(dims, cut)) for dims in factors.operands)
+        parts = ValueLayout(dims_of(factors.results[0], cut))
+        size = num_bytes(operation.outvars[0].aval)
+        moved = self._moved(operation, ins, operands)
+        back = moved_bytes(size, parts, rows.dims, self.sizes)
+        if moved + back >= self._moved(operation, ins, step.operands):
+            return step
+        return Step(operation, operands, (parts,), cut, factors, moved_bytes=moved, settled=(rows,))
 
     def _is_rounded_term(self, operation: Operation, ins: list[ValueLayout]) -> bool:
         """Returns whether an operation rounds a pending sum that a loop adds to one in few bits.

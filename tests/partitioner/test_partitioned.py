@@ -136,6 +136,23 @@ def test_a_recurrent_kernel_sends_its_gradient_once(mesh, dtype, tolerance):
     assert not any("while/body" in line for line in sums)
 
 
+@pytest.mark.parametrize(("words", "gathers"), [(64, False), (2, True)])
+def test_a_large_table_is_not_gathered_for_a_lookup(mesh, words, gathers):
+    """A device looks up its columns for all rows, if the words of the table are more."""
+
+    def fn(table, ids):
+        return jnp.tanh(table[ids])
+
+    def grad(table, ids):
+        return jax.value_and_grad(lambda table: jnp.sum(fn(table, ids) ** 2))(table)
+
+    ids = np.random.default_rng(0).integers(0, words, 16).astype(np.int32)
+    specs = P(None, "fsdp"), P(BATCH)
+    text = same(mesh, fn, (numbers(words, 16), ids), specs, P(BATCH), params=(0,))
+    assert bool(re.search(r"f32\S* all-gather\(", text)) == gathers
+    same(mesh, grad, (numbers(words, 16), ids), specs, (P(), specs[0]), params=(0,))
+
+
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
 def test_recomputed_layers(mesh, policy):
     def fn(stack, x):

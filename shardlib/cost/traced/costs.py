@@ -181,6 +181,14 @@ class Walk:
         return run.outs(apart), run.costs
 
 
+class _Result(NamedTuple):
+    """The layouts of the results of an operation, its collectives, and its matmul if it is one."""
+
+    outs: list[ValueSharding]
+    sent: list[Moved]
+    product: Product | None
+
+
 class _Run:
     """One run of a program."""
 
@@ -194,6 +202,7 @@ class _Run:
         self.env: dict[Any, ValueSharding] = dict(zip(program.invars, laids, strict=True))
         self.of_kernels: set[Any] = set()
         """Operands and results of attention kernels."""
+        self.known: dict[tuple[int, tuple[ValueSharding, ...]], _Result] = {}
 
     def outs(self, apart: int) -> list[ValueSharding]:
         """Runs the program and returns the layouts of its results."""
@@ -204,13 +213,13 @@ class _Run:
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
             self.during = _pass(stack)
-            inside = self._operation(operation, stack)
+            inside = self._operation(index, operation, stack)
             live.step(index, self._held_at_once, inside, self._copies(operation))
         self._fused()
         self.costs.peak_bytes = live.peak
         return [self._read(value) for value in self.program.outvars]
 
-    def _operation(self, operation: Operation, stack: str) -> float:
+    def _operation(self, index: int, operation: Operation, stack: str) -> float:
         """Lays out the results of an operation. Returns the peak bytes of the program that it
         runs."""
         ins = [self._read(value) for value in operation.invars]
@@ -222,9 +231,7 @@ class _Run:
         else:
             if not keeps_summands(operation, ins):
                 ins = self._settled(operation, ins)
-            outs = results(self.spread, operation, ins)
-            if operation.name in PRODUCTS:
-                self._multiplied(product(self.spread, operation, ins, outs), stack)
+            outs = self._results(index, operation, ins, stack)
         self.env.update(zip(operation.outvars, outs, strict=True))
         if operation.name in _EXPONENTIALS:
             (made,) = operation.outvars
@@ -240,6 +247,25 @@ class _Run:
             # A length is at least as large as the dims of a head, which are padded.
             attended = Attended(min(made.fan_in, made.fan_out), share)
             self.costs.attended[self.during, attended] += made.flops  # type: ignore[assignment]
+
+    def _results(
+        self, index: int, operation: Operation, ins: list[ValueSharding], stack: str
+    ) -> list[ValueSharding]:
+        """Returns the layouts of the results of an operation without an inner program, and counts
+        what it sends and multiplies. Layers repeat: equal operations are laid out once."""
+        key = self.program.kinds[index], tuple(ins)
+        if key not in self.known:
+            sent: list[Moved] = []
+            outs = results(dataclasses.replace(self.spread, moved=sent.append), operation, ins)
+            multiplies = operation.name in PRODUCTS
+            made = product(self.spread, operation, ins, outs) if multiplies else None
+            self.known[key] = _Result(outs, sent, made)
+        outs, sent, made = self.known[key]
+        for moved in sent:
+            self._moved(moved)
+        if made is not None:
+            self._multiplied(made, stack)
+        return outs
 
     def _moved(self, moved: Moved) -> None:
         self.costs.moved[self.during, moved] += 1

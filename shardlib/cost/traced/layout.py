@@ -90,10 +90,13 @@ class Spreading:
     resolve: Callable[[tuple[str | None, ...], tuple[int, ...], str], Spec]
     """Function from the logical axes, shape and kind of table of a constraint to its layout."""
     moved: Callable[[Moved], None]
+    _degrees: dict[Axes, float] = dataclasses.field(default_factory=dict)
 
     def shards(self, axes: Axes) -> float:
         """Returns the number of shards along axes, in space and time."""
-        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+        if axes not in self._degrees:
+            self._degrees[axes] = math.prod(self.sizes.get(axis, 1) for axis in axes)
+        return self._degrees[axes]
 
     def num_bytes(self, aval: Aval, laid: ValueSharding) -> float:
         """Returns the bytes of a value that one device holds."""
