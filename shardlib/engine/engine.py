@@ -151,7 +151,7 @@ class Engine:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
         self._params = placed(params, self._shardings)
-        self._state: DeviceState = self._programs.initial(self._params)
+        self._state: DeviceState | None = self._programs.initial(self._params)
         self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._open = OpenRequests(self.scheduler, sizes)
@@ -309,15 +309,22 @@ class Engine:
             self._state, embeddings = self._encoded(texts)
         if step.draws:
             arrays = self._arranger.arrays(step, added)
-            self._state, result = self._programs.run(self._params, self._state, arrays)
+            self._state, result = self._programs.run(self._params, self._ready(), arrays)
         return InFlight(step, result, embeddings, self.version)
 
     def _encoded(self, texts: TextArrays) -> tuple[DeviceState, jax.Array | None]:
         """Starts the program of texts; returns the state after it, and embeddings if it makes
         them."""
         assert self._encoder is not None
-        pages, embeddings = self._encoder.run(self._params, self._state.pages, texts)
-        return self._state._replace(pages=pages), embeddings
+        state = self._ready()
+        pages, embeddings = self._encoder.run(self._params, state.pages, texts)
+        return state._replace(pages=pages), embeddings
+
+    def _ready(self) -> DeviceState:
+        """Returns the state of the devices; an empty one if it was released."""
+        if self._state is None:
+            self._state = self._programs.initial(self._params)
+        return self._state
 
     @property
     def busy(self) -> bool:
@@ -336,7 +343,7 @@ class Engine:
                 shape = *arrays.settings.seed.shape, self.vocab_size
                 for added in (None, np.zeros(shape, np.float32)):
                     with_added = arrays._replace(added=added)
-                    self._state, _ = self._programs.run(self._params, self._state, with_added)
+                    self._state, _ = self._programs.run(self._params, self._ready(), with_added)
 
     def generate(
         self,
@@ -430,6 +437,24 @@ class Engine:
             self._params = placed(served, self._shardings)
             self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
+
+    def release(self) -> None:
+        """Frees the memory of the cache until the next step, for other work on the devices. The
+        programs stay compiled; prefixes are forgotten.
+
+        Raises:
+            ModelError: If requests are open.
+        """
+        with self._lock:
+            if self.scheduler.busy:
+                raise ModelError(
+                    "the cache holds requests that are not finished.\n  Finish them, or cancel them."
+                )
+            while self._in_flight:
+                self._open.read(self._in_flight.popleft())
+            self.scheduler.forget()
+            jax.tree.map(lambda x: x.delete(), self._state)
+            self._state = None
 
     def stats(self) -> EngineStats:
         """Returns what the engine holds and has done."""

@@ -44,7 +44,7 @@ class Scores(NamedTuple):
     """[n - 1] bool: whether it is the likeliest token."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TextModel:
     """A language model on its devices, causal unless it is only served.
 
@@ -73,6 +73,8 @@ class TextModel:
     batch: int = 32
     """Most rows of a compiled program, and slots of the engine; rounded up to what the mesh
     divides."""
+    _engine: Engine | None = dataclasses.field(default=None, init=False, repr=False)
+    """The engine that continues rows, with the longest context that was needed so far."""
 
     def check_continues(self) -> None:
         """Raises `ModelError` for a model that does not continue texts."""
@@ -121,14 +123,15 @@ class TextModel:
     def scores(self, rows: Sequence[Tokens]) -> list[Scores]:
         """Returns the scores of rows of 2 to `max_length + 1` tokens; the last is not read.
 
-        Rows that differ in the last token alone are read once. The engine of `continued` is freed,
-        so that its cache leaves room for logits; it compiles again when text is written next.
+        Rows that differ in the last token alone are read once. The engine of `continued` releases
+        its cache, which leaves room for logits.
 
         Raises:
             ModelError: If a row is too short or too long.
         """
         self._check([len(row) - 1 for row in rows])
-        self._engines.clear()
+        if self._engine is not None:
+            self._engine.release()
         groups = _differing_in_last(rows)
         lengths = [len(rows[group[0]]) - 1 for group in groups]
         found: list[Scores | None] = [None] * len(rows)
@@ -174,7 +177,7 @@ class TextModel:
             ModelError: If a row is empty, or too long with what is added.
         """
         self._check([len(row) for row in rows], added=length)
-        engine = self._engine(max(map(len, rows), default=1) + length)
+        engine = self._engine_for(max(map(len, rows), default=1) + length)
         options = {"max_tokens": length, "temperature": temperature, "ignore_end": True}
         requests: list[Request] = []
         try:
@@ -194,19 +197,13 @@ class TextModel:
                 engine.cancel(request)
         return [request.answer().ids for request in requests]
 
-    def _engine(self, tokens: int) -> Engine:
+    def _engine_for(self, tokens: int) -> Engine:
         """Returns an engine for rows of some tokens with what is added to them."""
-        engine = self._engines.get("engine")
-        if engine is None or engine.context < tokens:
-            self._engines.clear()  # Or two caches would have to fit.
+        if self._engine is None or self._engine.context < tokens:
+            self._engine = None  # Or two caches would have to fit.
             decoder = _Decoder(self.model, self.family, self.scope)
-            engine = Engine(decoder, slots=self.batch, context=self._padded(tokens))
-            self._engines["engine"] = engine
-        return engine
-
-    @functools.cached_property
-    def _engines(self) -> dict[str, Engine]:
-        return {}
+            self._engine = Engine(decoder, slots=self.batch, context=self._padded(tokens))
+        return self._engine
 
     def _check(self, lengths: Sequence[int], added: int = 0) -> None:
         self.check_continues()

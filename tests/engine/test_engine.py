@@ -100,6 +100,23 @@ def test_bits_do_not_depend_on_the_company(served, asked, together, options):
     assert stats.num_compiled <= 3
 
 
+def test_a_released_cache_is_made_again_without_compiling(served):
+    engine, prompt = Engine(served, context=64, slots=2, chunk=32), [1] * 40
+    before = engine.generate([prompt], max_tokens=4)
+    count, state = engine.stats().num_compiled, engine._state
+    request = engine.submit(prompt, max_tokens=4)
+    with pytest.raises(ModelError, match=r"not finished.\n  Finish them"):
+        engine.release()
+    engine.step()
+    engine.cancel(request)
+    engine.release()
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    after = engine.generate([prompt], max_tokens=4)
+    assert bits(after) == bits(before)
+    assert after[0].cached_tokens == 0
+    assert engine.stats().num_compiled == count
+
+
 @pytest.mark.mesh
 def test_bits_are_those_of_a_request_alone_and_at_random_arrivals(served, asked, together):
     engine = Engine(served, **EXACT)

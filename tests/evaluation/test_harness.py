@@ -184,6 +184,18 @@ def test_prompts_of_unequal_length_continue_as_alone(model):
             row.append(token)
 
 
+def test_scores_keep_the_programs_that_continue_texts(model):
+    first = model.continued([[1, 2, 3]], 4)
+    engine = model._engine
+    count = engine.stats().num_compiled
+    assert engine._state is not None
+    model.scores([[1, 2, 3]])
+    assert engine._state is None
+    assert model.continued([[1, 2, 3]], 4) == first
+    assert model._engine is engine
+    assert engine.stats().num_compiled == count
+
+
 def test_rows_that_differ_in_the_last_token_are_read_once(model, monkeypatch):
     rng = np.random.default_rng(2)
     starts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 20, 20, 40)]
