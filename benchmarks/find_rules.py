@@ -3,7 +3,8 @@
 Nine models in plain Flax NNX (`plain_models.py`) name no axis. `find_rules` finds their rules on
 three meshes of eight devices; the training step is compiled ahead of time, never run, for eight TPU
 chips (bfloat16, needs libtpu) or eight CPU devices (float32). `hand` are paths that a Megatron
-engineer would write; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`.
+engineer would write; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`. `parallax` is the
+AUTO of google-parallax, partitioned by XLA, if it is installed and answers: it takes two axes.
 
     python benchmarks/find_rules.py
     python benchmarks/find_rules.py --models lstm,graph --meshes fsdp=8 --on cpu:8
@@ -37,7 +38,7 @@ from collectives import devices_of, start_platforms
 
 MESHES = "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"
 LEAST_BYTES = 1e6
-OTHERS = "hand", "fsdp", "fsdp8", "user", "constrained"
+OTHERS = "hand", "fsdp", "fsdp8", "parallax", "user", "constrained"
 MEASURES = "sent", "peak", "seconds", "trace", "compile"
 
 
@@ -86,6 +87,7 @@ def row(
     name: str, mesh: str, alone: Compiled | None, flags: Any, cluster: Any, devices: Any
 ) -> dict[str, Any]:
     """Finds rules and compiles all of a row."""
+    from parallax_rules import parallax_rules
     from plain_models import CASES
 
     found = find(name, mesh, flags, cluster)
@@ -95,11 +97,17 @@ def row(
     programs = {"found": compiled(name, mesh, found.rules, flags, cluster, devices)}
     for key, rules in others.items():
         programs[key] = compiled(name, mesh, rules, flags, cluster, devices, key)
+    auto: Any = "not compared"
     if alone is not None:
         programs["fsdp8"] = alone
+        case = CASES[name]
+        auto = parallax_rules(case.make(tiny=flags.tiny), case.shapes(tiny=flags.tiny), mesh)
+        if not isinstance(auto, str):
+            programs["parallax"] = compiled(name, mesh, auto, flags, cluster, devices, "user")
     made: dict[str, Any] = {
         "model": name,
         "mesh": mesh,
+        "parallax_note": auto if isinstance(auto, str) else "",
         "predicted": predicted(found),
         **{key: dataclasses.asdict(program) for key, program in programs.items()},
     }
@@ -234,6 +242,8 @@ def text(row: dict[str, Any]) -> str:
             ratio = " ".join(f"{k} {v:.3f}" for k, v in row["ratios"].get(key, {}).items())
             numbers = f"{one['sent'] / 1e6:9.1f} MB {one['peak'] / 2**20:8.0f} MiB {seconds:11}"
             lines.append(f"  {key:9} {numbers} {ratio}")
+    if row["parallax_note"]:
+        lines.append(f"  parallax: {row['parallax_note']}")
     lines.append(f"  errors: sent {row['sent_error']:+.1%}, peak {row['peak_error']:+.1%}")
     told, true = row["predicted"]["by_axes"], row["found"]["by_axes"]
     for key in sorted({*told, *true}):
