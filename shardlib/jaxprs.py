@@ -205,20 +205,14 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             name_stack = equation.source_info.name_stack
-            here, named = (
-                f"{stack}/{name_stack}",
-                name_stack if names is None else names + name_stack,
-            )
+            here = f"{stack}/{name_stack}"
+            named = name_stack if names is None else names + name_stack
             given = tuple(read(var) for var in equation.invars)
             inner, captured = _called(equation)
             results: Sequence[Atom]
             if inner is not None and not (self.fenced and is_fence(equation)):
                 results = self._inline(inner, captured, given, here, named)
-            elif (
-                self.compiled
-                and equation.primitive.name == "scan"
-                and equation.params["length"] == 1
-            ):
+            elif self.compiled and _loops_once(equation):
                 results = self._only_trip(equation, given, here, named)
             else:
                 results = tuple(Value(array_of(var)) for var in equation.outvars)
@@ -267,6 +261,10 @@ def _reshape(before: tuple[int, ...], dtype: Any, after: tuple[int, ...]) -> Jax
     given = jax.ShapeDtypeStruct(before, dtype)
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, after))(given).eqns
     return equation
+
+
+def _loops_once(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "scan" and equation.params["length"] == 1
 
 
 def _called(equation: JaxprEqn) -> tuple[Jaxpr | None, Sequence[Any]]:

@@ -39,9 +39,6 @@ from shardlib.sharding.partition import Placement
 class LoweredWorkload(TracedWorkload):
     """A traced step whose gradients shardlib partitions; otherwise as `TracedWorkload`."""
 
-    platform: str = "tpu"
-    """The platform of the devices."""
-
     def costs(self, layout: Layout, platform: str | None = None) -> tuple[Tally, Tally]:
         """Returns the costs of one device for a microbatch, and for the update after it."""
         lowered = self._lowered(layout)
@@ -90,6 +87,7 @@ class LoweredWorkload(TracedWorkload):
         if rows != step.batch:
             again = self.retrace(step.batch_of(rows)).step
             step = dataclasses.replace(again, rules=step.rules)
+        assert self.platform is not None, "rules are found for a cluster"
         return lowered_tally(step, layout, self.platform)
 
 
@@ -97,7 +95,7 @@ def lowered(workload: TracedWorkload, rules: AxisRules, platform: str) -> Lowere
     """Returns a workload under other rules, whose cost is that of its lowered program."""
     step = dataclasses.replace(workload.step, rules=rules)
     fields = {f.name: getattr(workload, f.name) for f in dataclasses.fields(workload)}
-    return LoweredWorkload(**{**fields, "step": step}, platform=platform)
+    return LoweredWorkload(**{**fields, "step": step, "platform": platform})
 
 
 def lowered_tally(step: TracedStep, layout: Layout, platform: str) -> Tally | None:

@@ -61,6 +61,17 @@ _plain: contextvars.ContextVar[bool] = contextvars.ContextVar("plain", default=F
 _met: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("met", default=None)
 
 
+@dataclasses.dataclass
+class Priced:
+    """A trace of a program for a cost model."""
+
+    asked_platform: bool = False
+    """Whether it depends on a platform that its mesh does not name."""
+
+
+_priced: contextvars.ContextVar[Priced | None] = contextvars.ContextVar("priced", default=None)
+
+
 def manual_axes() -> tuple[str, ...]:
     """Returns the mesh axes that are manual in the region being traced."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -76,7 +87,9 @@ def platform() -> str:
     name. Without an active or named platform, returns JAX's default."""
     scope = active()
     if scope is not None and isinstance(scope.mesh, AbstractMesh):
-        device = scope.mesh.abstract_device
+        device, priced = scope.mesh.abstract_device, _priced.get()
+        if priced is not None and device is None:
+            priced.asked_platform = True
         return device.platform if device is not None else jax.default_backend()
     if scope is None:
         return jax.default_backend()
@@ -157,6 +170,21 @@ def plainly(name: str = "plain") -> Iterator[None]:
     finally:
         _active.reset(token)
         _plain.reset(plain)
+
+
+@contextlib.contextmanager
+def pricing() -> Iterator[Priced]:
+    """Traces for a cost model: attention kernels are written out and marked."""
+    token = _priced.set(Priced())
+    try:
+        yield _priced.get()  # type: ignore[misc]
+    finally:
+        _priced.reset(token)
+
+
+def is_priced() -> bool:
+    """Returns whether the code is traced under `pricing`."""
+    return _priced.get() is not None
 
 
 def is_plain() -> bool:

@@ -98,3 +98,11 @@ def test_images_are_padded_in_their_batch():
     """16 images of 224 x 224 pixels in three colours take as much as 128 of them in four."""
     assert 16 * 3 * operand_padding(16, 3) == 128 * 4
     assert operand_padding(256, 64) == operand_padding(8, 128) == 1.0
+
+
+def test_long_functions_are_computed_once():
+    def gelu(x, up, down):
+        return jnp.sum((jax.nn.gelu(x @ up, approximate=False) @ down) ** 2)
+
+    made = written(jax.grad(gelu, (0, 1, 2)), *SHAPES, platform="tpu")
+    assert made.count("erfc") == 1

@@ -23,7 +23,7 @@ from shardlib.cost.traced.primitives import keeps_summands, results
 from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
-from shardlib.nn.attention.stand_in import is_repeated, kernel_share
+from shardlib.nn.attention.stand_in import Kernel, is_repeated, kernel_of
 
 _EXPONENTIALS = frozenset(
     (
@@ -38,17 +38,9 @@ _PASSES: tuple[Pass, ...] = ("forward", "backward", "recompute")
 
 @functools.lru_cache(maxsize=4096)
 def _pass(stack: str) -> Pass:
-    if kernel_share(stack) is not None and is_repeated(stack):
+    if kernel_of(stack) is not None and is_repeated(stack):
         return "backward"
     return pass_of(stack, "forward")
-
-
-class Attended(NamedTuple):
-    """Products of an attention kernel."""
-
-    head_dim: float
-    share: float
-    """Share of all pairs that the kernel computes."""
 
 
 @dataclasses.dataclass
@@ -56,7 +48,7 @@ class Tally:
     """Counts of one run of a program on one device."""
 
     products: Counter[tuple[Pass, Product]] = dataclasses.field(default_factory=Counter)
-    attended: Counter[tuple[Pass, Attended]] = dataclasses.field(default_factory=Counter)
+    attended: Counter[tuple[Pass, Kernel]] = dataclasses.field(default_factory=Counter)
     """FLOPs of attention kernels for all pairs, without those that the backward pass repeats."""
     moved: Counter[tuple[Pass, Moved]] = dataclasses.field(default_factory=Counter)
     fused_bytes: Counter[Pass] = dataclasses.field(default_factory=Counter)
@@ -89,11 +81,11 @@ class Tally:
             Work(during or own, during or "matmul", product, count)
             for (own, product), count in self.products.items()
         ]
-        for (own, attended), flops in self.attended.items():
+        for (own, of_kernel), flops in self.attended.items():
             backward = own == "backward"
             # The gradients of two products are four.
-            of_forward = flops * attended.share * FLASH_TIMES[attention] / (2 if backward else 1)
-            kernel = FusedAttention(of_forward, attended.head_dim, backward=backward)
+            of_forward = flops * of_kernel.share * FLASH_TIMES[attention] / (2 if backward else 1)
+            kernel = FusedAttention(of_forward, of_kernel.head_dim, backward=backward)
             kernels.append(Work(during or own, during or "attention", kernel))
         for own in _PASSES:
             passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
@@ -240,13 +232,11 @@ class _Run:
         return inside
 
     def _multiplied(self, made: Product, stack: str) -> None:
-        share = kernel_share(stack)
-        if share is None:
+        kernel = kernel_of(stack)
+        if kernel is None:
             self.costs.products[self.during, made] += 1
         elif not is_repeated(stack):
-            # A length is at least as large as the dims of a head, which are padded.
-            attended = Attended(min(made.fan_in, made.fan_out), share)
-            self.costs.attended[self.during, attended] += made.flops  # type: ignore[assignment]
+            self.costs.attended[self.during, kernel] += made.flops  # type: ignore[assignment]
 
     def _results(
         self, index: int, operation: Operation, ins: list[ValueSharding], stack: str

@@ -15,7 +15,7 @@ from shardlib.cost.traced.layout import nbytes
 from shardlib.cost.traced.primitives import COLLECTIVES, REDUCTIONS
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.jaxprs import FlatProgram, Operation, array_of, is_literal
-from shardlib.nn.attention.stand_in import kernel_share
+from shardlib.nn.attention.stand_in import kernel_of
 
 LOOPS = frozenset(("scan", "while", "cond"))
 """Operations that run an inner program."""
@@ -89,7 +89,7 @@ class _Fusing:
         self.once = _ONCE.get(platform or "", frozenset())
         solid = _SOLID - {"concatenate"} if self.into else _SOLID
         self.solid = [operation.name in solid for operation in program.operations]
-        self.in_kernel = [kernel_share(one.stack) is not None for one in program.operations]
+        self.in_kernel = [kernel_of(one.stack) is not None for one in program.operations]
         self.users: dict[Any, list[int]] = {}
         for index, operation in enumerate(program.operations):
             for value in dict.fromkeys(v for v in operation.invars if not is_literal(v)):
@@ -122,7 +122,8 @@ class _Fusing:
                     # Others read the source, which is smaller.
                     self.widened.update(operation.outvars)
                     self.reads.update(dict.fromkeys(operation.outvars, reads))
-                if (last := self._last_within(operation)) is not None:
+                last = None if self.in_kernel[index] else self._last_within(operation)
+                if last is not None:
                     self.ends_product.add(last)
                     self.reads.update((made, {}) for made in operation.outvars)
             else:
@@ -137,8 +138,10 @@ class _Fusing:
         name = operation.name
         is_result = bool(self.outputs.intersection(operation.outvars))
         if self.in_kernel[index]:
+            # What is tagged is the result, which another kernel may read.
             read = (user for value in operation.outvars for user in self.users.get(value, ()))
-            return is_result or not all(self.in_kernel[user] for user in read)
+            ends = is_result or name == "name"
+            return ends or not all(self.in_kernel[user] for user in read)
         if self.solid[index] or name in REDUCTIONS or is_result or index in self.ends_product:
             return True
         if name in _FREE and name != "convert_element_type":

@@ -56,6 +56,8 @@ class TracedStep:
     batch_axes: BatchAxes
     names: frozenset[str]
     """Logical axes that the model names."""
+    asks_platform: bool = False
+    """Whether the model asked for a platform that was not given."""
 
     @functools.cached_property
     def batch(self) -> int:

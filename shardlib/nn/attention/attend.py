@@ -1,7 +1,6 @@
 """Attention for training and decoding: grouped heads, packed documents, windows."""
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -20,7 +19,7 @@ from shardlib.nn.attention.ring import ring_attention
 from shardlib.nn.attention.splash import splash
 from shardlib.nn.attention.stand_in import stand_in
 from shardlib.nn.attention.ulysses import ulysses_attention
-from shardlib.sharding.constrain import active, is_plain
+from shardlib.sharding.constrain import active, is_plain, is_priced
 from shardlib.sharding.manual import axis_size
 from shardlib.sharding.shared_rows import opaque, row_parts
 
@@ -253,16 +252,20 @@ def _on_device(
     """Returns attention computed by one backend."""
     if backend == "blockwise":
         return blockwise(query, key, value, segments, sinks, mask=mask)
-    if backend == "xla":
-        return _plainly(mask, query, key, value, segments, sinks)
-    assert sinks is None, "kernels are not chosen for sinks"
-    scope = active()
-    if scope and isinstance(scope.mesh, AbstractMesh):
-        return stand_in(functools.partial(_plainly, mask), mask, query, key, value, segments)
+    assert sinks is None or backend == "xla", "other backends are not chosen for sinks"
+    if backend in _BY_HAND and is_priced():
+        return stand_in(backend, mask, query, key, value, segments)
     if backend == "splash":
         return splash(query, key, value, segments, mask=mask)
+    at, kv_at = (
+        places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
+    )
+    scope = active()
+    # JAX looks for cuDNN while it traces. A mesh without devices is used for shapes alone.
+    if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
+        return plain(query, key, value, mask.pairs(at, kv_at), mask, None, sinks)
     # Passed as arguments rather than in the mask, so that hidden pairs are not computed at all.
-    visible = Mask(causal=False).pairs(*_places(query, key, segments))
+    visible = Mask(causal=False).pairs(at, kv_at)
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query,
@@ -274,22 +277,3 @@ def _on_device(
             local_window_size=None if mask.window is None else (mask.window - 1, 0),
             implementation="cudnn",
         )
-
-
-def _plainly(
-    mask: Mask,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: Segments,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    pairs = mask.pairs(*_places(query, key, segments))
-    return plain(query, key, value, pairs, mask, None, sinks)
-
-
-def _places(query: jax.Array, key: jax.Array, segments: Segments) -> tuple[Any, Any]:
-    at, kv_at = (
-        places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
-    )
-    return at, kv_at

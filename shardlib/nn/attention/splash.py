@@ -15,6 +15,11 @@ from shardlib.nn.remat import ATTENDED
 _MAX_BLOCK = 512
 
 
+def block_size(length: int) -> int:
+    """Returns the queries and keys of a block of a row, whose length is a multiple of 128."""
+    return next(size for size in (_MAX_BLOCK, 256, 128) if length % size == 0)
+
+
 def splash(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -43,7 +48,7 @@ def splash(
         head_mask = masks.CausalMask(shape)
     else:
         head_mask = masks.LocalMask(shape, (mask.window - 1, 0), 0)
-    block = next(size for size in (_MAX_BLOCK, 256, 128) if length % size == 0)
+    block = block_size(length)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = kernels.make_splash_mha(
         mask=masks.MultiHeadMask([head_mask] * heads),

@@ -40,14 +40,17 @@ class TracedWorkload:
     batch: int
     """Examples per step, over all devices."""
     precision: Precision
-    retrace: Callable[[Any], "TracedWorkload"]
-    """Function that traces the same step for a batch of other shapes."""
+    retrace: Callable[..., "TracedWorkload"]
+    """Function that traces the same step for a batch of other shapes; with `platform`, for
+    another platform."""
     software: Software = SHARDLIB
     constants: Mapping[str, float] = dataclasses.field(default_factory=committed)
     unit_of_examples: str | None = None
     """Unit of a batch without a length; None: `images` or `examples`, by its shapes."""
     takes_inputs: bool = False
     """Whether its module is created from example inputs."""
+    platform: str | None = None
+    """Platform that the step is traced for."""
 
     @property
     def rules(self) -> AxisRules:
@@ -183,7 +186,8 @@ class TracedWorkload:
         wide = jnp.dtype(self.precision.compute).itemsize == 4
         counts = self.costs(layout, cluster.platform)
         late = self.late_axes(layout)
-        kernels = "cudnn" if prices_cudnn(cluster) else "flash"
+        # The ring over `context` is not cuDNN's.
+        kernels = "cudnn" if prices_cudnn(cluster) and layout.context == 1 else "flash"
         costs = step_costs(*counts, layout, late=late, sums_twice=not wide, attention=kernels)
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
@@ -230,11 +234,18 @@ class TracedWorkload:
     def costs(self, layout: Layout, platform: str | None = None) -> tuple[Tally, Tally]:
         """Returns the costs of one device of a platform for a microbatch, and for the update after
         it."""
+        if platform and self.step.asks_platform and platform != jax.default_backend():
+            return self._on(platform).costs(layout, platform)
         traced = self.step
         # The program of another batch, or of a microbatch, is the same with other sizes.
         if (2 * traced.batch) % self.batch or traced.batch % layout.batch_shards:
             traced = self._traced_anew
         return traced.costs(layout, layout.microbatches * traced.batch / self.batch, platform)
+
+    @functools.cached_property
+    def _on(self) -> Callable[[str], "TracedWorkload"]:
+        batch = self.step.batch_of(self.batch)
+        return functools.cache(lambda platform: self.retrace(batch, platform=platform))
 
     @functools.cached_property
     def _traced_anew(self) -> TracedStep:

@@ -6,8 +6,8 @@ the batch into layouts, which are propagated through the program (`cost.traced.l
 computation, memory passes and communication of one device are counted (`cost.traced.costs`). The
 optimizer's update is a separate program, so that an update with matmuls is priced in full.
 
-`sl.attention` is priced as the kernel that a platform has for it. A traced program does not show
-other kernels that a compiler substitutes for operations (attention written out is priced as
+`sl.attention.attend` is priced as the kernel that a platform has for it. A traced program does not
+show other kernels that a compiler substitutes for operations (attention written out is priced as
 written), pipelines (`stage` is not supported), and what hand-written code would do on axes of more
 than one device (`jax.shard_map`, rings over `context`, experts that exchange tokens).
 """
@@ -38,7 +38,7 @@ from shardlib.optim.transforms import check_transformation
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import STANDARD, AxisRules
 from shardlib.rules.resolve import ANY, Kind
-from shardlib.sharding.constrain import recording, use
+from shardlib.sharding.constrain import Priced, pricing, recording, use
 
 _KINDS: tuple[Kind, ...] = ("params", "activations")
 LossFn = Callable[..., Any]
@@ -75,7 +75,8 @@ def trace_workload(
         wrt: The trained variables, as for `init_state`.
         precision: Precision as for `make_train_step`.
         batch_axes: Logical axes of batch leaves by path; default `("batch", None, ...)`.
-        platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform.
+        platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform, as
+            attention does; None to trace again for each platform that is asked about.
         software: Properties of the program.
         unit: Unit of a batch without a length, in the plural; default: by its shapes.
         names: Logical axes of activations, as `names_met` returns them; None to trace for them.
@@ -98,7 +99,7 @@ def trace_workload(
         "unit": unit,
     }
     retrace = functools.partial(trace_workload, make, optimizer, loss_fn, **options)
-    named = {"unit_of_examples": unit, "takes_inputs": bool(inputs)}
+    named = {"unit_of_examples": unit, "takes_inputs": bool(inputs), "platform": platform}
     return TracedWorkload(module.name, step, step.batch, dtypes, retrace, software, **named)
 
 
@@ -131,14 +132,16 @@ def _step(
     arguments = (params, model_state, batch, key)
     if names is None:
         # JAX would return the cached first trace of a function, so each trace uses a new function.
-        names = names_met(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments))
-    with naming(rules, names, platform):
+        met = lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments)  # noqa: E731
+        names = names_met(rules, met, platform)
+    with naming(rules, names, platform) as priced:
         program = jax.make_jaxpr(gradient)(*arguments).jaxpr
     named = constrained_names(program) | {"batch"}
     named |= {name for axes in module.axes.values() for name in axes or () if name}
     update = _update(optimizer, params, opt_state)
     shapes = (module, params, model_state, opt_state, batch)
-    return TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(named))
+    about = (rules, dict(batch_axes or {}), frozenset(named), priced.asked_platform)
+    return TracedStep(program, update, *shapes, *about)
 
 
 def _gradient(
@@ -220,25 +223,34 @@ class _Naming(AxisRules):
         """Does nothing, because the underlying rules were checked."""
 
 
-def names_met(rules: AxisRules, trace: Callable[[], object]) -> set[str]:
+def names_met(
+    rules: AxisRules, trace: Callable[[], object], platform: str | None = None
+) -> set[str]:
     """Returns the logical axes of activations in a trace under rules that match any axis. Other
-    rules name all that there are."""
+    rules name all that there are. `platform` is as in `trace_workload`."""
     if ANY not in {name for kind in _KINDS for name, _ in rules.table(kind)}:
         return set()
-    with recording() as met, use(abstract_mesh("data=1", 1), rules):  # type: ignore[arg-type]
+    mesh = _on_platform(abstract_mesh("data=1", 1), platform)
+    with recording() as met, pricing(), use(mesh, rules):  # type: ignore[arg-type]
         trace()
     return met
 
 
+def _on_platform(mesh: AbstractMesh, platform: str | None) -> AbstractMesh:
+    if platform is None:
+        return mesh
+    return mesh.update(abstract_device=AbstractDevice(platform, None, platform=platform))
+
+
 @contextlib.contextmanager
-def naming(rules: AxisRules, names: Collection[str], platform: str | None = None) -> Iterator[None]:
-    """Activates a mesh of logical axes, so that constraints in a program name them. `names` are
-    other axes that the rules match; `platform` is as in `trace_workload`."""
-    kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
+def naming(
+    rules: AxisRules, names: Collection[str], platform: str | None = None
+) -> Iterator[Priced]:
+    """Activates a mesh of logical axes, so that constraints in a program name them, for a cost
+    model. `names` are other axes that the rules match; `platform` is as in `trace_workload`."""
     known = {name for table in _KINDS for name, _ in rules.table(table)}.union(names)
     both = sorted({*known, *(PARAMS_TABLE + name for name in known)})
     mesh = AbstractMesh((1,) * len(both), tuple(both), axis_types=(AxisType.Auto,) * len(both))
-    if kind is not None:
-        mesh = mesh.update(abstract_device=kind)
-    with use(mesh, _Naming(rules.params, rules.activations, given=rules)):  # type: ignore[arg-type]
-        yield
+    named: Any = _Naming(rules.params, rules.activations, given=rules)
+    with pricing() as priced, use(_on_platform(mesh, platform), named):  # type: ignore[arg-type]
+        yield priced
