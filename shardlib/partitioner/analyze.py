@@ -211,7 +211,8 @@ class LayoutWalk:
         Every device looks up its columns for all rows, and an all-to-all brings whole rows back.
         """
         operation, factors, table = step.operation, step.factors, ins[0]
-        if factors is None or not table.stored or self._uses[operation.invars[0]] > 1:
+        lookups = self._readers.num_lookups(operation.invars[0])
+        if factors is None or not table.stored or lookups is None:
             return step
         pairs = zip(factors.operands[0], table.dims, strict=True)
         columns: Assignment = {f: axes for f, axes in pairs if f is not None and axes}
@@ -229,7 +230,8 @@ class LayoutWalk:
         size = num_bytes(operation.outvars[0].aval)
         moved = self._moved(operation, ins, operands)
         back = moved_bytes(size, parts, rows.dims, self.sizes)
-        if moved + back >= self._moved(operation, ins, step.operands):
+        # What is gathered serves all lookups.
+        if lookups * (moved + back) >= self._moved(operation, ins, step.operands):
             return step
         return Step(operation, operands, (parts,), cut, factors, moved_bytes=moved, settled=(rows,))
 

@@ -88,6 +88,12 @@ class Readers:
                 return dims
         return None
 
+    def num_lookups(self, table: Atom) -> int | None:
+        """Returns how many lookups read a table; None if anything else reads it."""
+        readers = self._readers.get(table, ())
+        is_table = all(r.name == "gather" and r.invars[1] is not table for r in readers)
+        return len(readers) if is_table else None
+
     def num_terms(self, var: Value) -> int:
         """Returns how many products are added to one gradient with a value, itself included: a sum
         over devices is taken once of all of them."""
