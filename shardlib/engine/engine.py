@@ -448,7 +448,8 @@ class Engine:
         with self._lock:
             if self.scheduler.busy:
                 raise ModelError(
-                    "the cache holds requests that are not finished.\n  Finish them, or cancel them."
+                    "the cache holds requests that are not finished.\n"
+                    "  Finish them, or cancel them."
                 )
             while self._in_flight:
                 self._open.read(self._in_flight.popleft())

@@ -101,7 +101,7 @@ class Sampling:
                 isinstance(one, str) and one for one in self.stop
             ),
             f"stop_tokens={self.stop_tokens}, which must be integers": all(
-                isinstance(one, Integral) for one in self.stop_tokens
+                isinstance(one, Integral) and not isinstance(one, bool) for one in self.stop_tokens
             ),
             f"adapter={self.adapter!r}, which must be a name": (
                 self.adapter is None or isinstance(self.adapter, str)

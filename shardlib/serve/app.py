@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from shardlib.engine import Request as EngineRequest
 from shardlib.errors import ShardlibError
@@ -27,7 +27,7 @@ from shardlib.serve.file_routes import add_file_routes
 from shardlib.serve.gate import Gate, read_json
 from shardlib.serve.http_errors import ApiError, JsonResponse, error_response
 from shardlib.serve.metrics import ServerMetrics
-from shardlib.serve.openapi import described
+from shardlib.serve.openapi import RESPONSES, described
 from shardlib.serve.responses import Chunks, echoed, response
 
 _CLIENT_GONE = 499
@@ -168,11 +168,11 @@ def _build(service: Service) -> FastAPI:
     async def ready() -> Response:
         return JsonResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/")
+    @app.get("/", response_class=HTMLResponse)
     async def status_page() -> Response:
         return Response(page, media_type="text/html", headers=_OF_PAGE)
 
@@ -182,7 +182,7 @@ def _build(service: Service) -> FastAPI:
             {"object": "list", "data": [_model(service, one) for one in service.speaker.names]}
         )
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=RESPONSES)
     async def model(name: str) -> Response:
         names = service.speaker.names
         if name not in names:

@@ -395,7 +395,7 @@ def _bias(given: Mapping[str, Any]) -> dict[int, float]:
     return {int(key): value for key, value in given.items()}
 
 
-_FORMATS = ("text", "json_object", "json_schema", "regex", "lark")
+FORMATS = ("text", "json_object", "json_schema", "regex", "lark")
 
 
 def _grammar(given: Mapping[str, Any]) -> Grammar | None:
@@ -415,8 +415,8 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
             raise BodyError(f"response_format has no {kind}.\n  Give its text as {kind!r}.")
         return Grammar(kind, given[kind])
     raise BodyError(
-        f"response_format has the type {kind!r}.{did_you_mean(str(kind), _FORMATS)}\n"
-        f"  Use {', '.join(_FORMATS)}."
+        f"response_format has the type {kind!r}.{did_you_mean(str(kind), FORMATS)}\n"
+        f"  Use {', '.join(FORMATS)}."
     )
 
 

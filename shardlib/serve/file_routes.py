@@ -17,7 +17,7 @@ from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import FIELDS
 from shardlib.serve.gate import read_json, too_large
 from shardlib.serve.http_errors import ApiError, JsonResponse
-from shardlib.serve.openapi import RESPONSES
+from shardlib.serve.openapi import BATCH_BODY, FILE_BODY, RESPONSES
 
 _PURPOSES = ("batch", "fine-tune")
 _BATCH_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
@@ -45,7 +45,7 @@ def add_file_routes(app: FastAPI, jobs: BatchJobs | None, most_file_bytes: int) 
 
 
 def _add_files(app: FastAPI, kept: Any, found: Any, most_bytes: int) -> None:
-    @app.post("/v1/files", responses=RESPONSES)
+    @app.post("/v1/files", responses=RESPONSES, openapi_extra=FILE_BODY)
     async def upload(request: Request) -> Response:
         store = kept().store
         length = request.headers.get("content-length", "")
@@ -91,22 +91,22 @@ def _add_files(app: FastAPI, kept: Any, found: Any, most_bytes: int) -> None:
 
 
 def _add_batches(app: FastAPI, kept: Any, found: Any) -> None:
-    @app.post("/v1/batches", responses=RESPONSES)
+    @app.post("/v1/batches", responses=RESPONSES, openapi_extra=BATCH_BODY)
     async def create(request: Request) -> Response:
         jobs = kept()
         body = await read_json(request, _MOST_BATCH_BYTES)
         if not isinstance(body, Mapping) or (foreign := sorted(set(body) - _BATCH_FIELDS)):
             wrong = ", ".join(map(repr, foreign)) if isinstance(body, Mapping) else "no object"
             raise ApiError(400, f"a batch has no field {wrong}.\n  Leave it out.")
-        if body.get("endpoint") not in FIELDS:
-            text = f"endpoint is {body.get('endpoint')!r}.\n  Use {', '.join(FIELDS)}."
-            raise ApiError(400, text)
+        endpoint = body.get("endpoint")
+        if not isinstance(endpoint, str) or endpoint not in FIELDS:
+            raise ApiError(400, f"endpoint is {endpoint!r}.\n  Use {', '.join(FIELDS)}.")
         file = found(str(body.get("input_file_id")), "file")
         metadata = body.get("metadata")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ApiError(400, "metadata is not an object.\n  Give texts by name.")
         window = str(body.get("completion_window", "24h"))
-        added = await asyncio.to_thread(jobs.add, file["id"], body["endpoint"], window, metadata)
+        added = await asyncio.to_thread(jobs.add, file["id"], endpoint, window, metadata)
         return JsonResponse(added)
 
     @app.get("/v1/batches", responses=RESPONSES)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, Url
+from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, FORMATS, Url
 
 _TYPES = {
     str: "string",
@@ -41,6 +41,11 @@ _CHOSEN = {
     },
     "required": ["type", "function"],
 }
+_FORMAT = {
+    "type": ["object", "null"],
+    "properties": {"type": {"enum": list(FORMATS)}},
+    "required": ["type"],
+}
 _NARROWER: dict[str, dict[str, Any]] = {
     "prompt": _PROMPT,
     "input": _PROMPT,
@@ -48,6 +53,7 @@ _NARROWER: dict[str, dict[str, Any]] = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS, {"type": "null"}]},
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
+    "response_format": _FORMAT,
     "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _CHOSEN]},
     "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
     "max_tokens": {"type": ["integer", "null"], "minimum": 1},
@@ -77,6 +83,35 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """Responses that any route may give."""
 
 
+_BATCH = {
+    "type": "object",
+    "properties": {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"enum": list(FIELDS)},
+        "completion_window": {"type": "string"},
+        "metadata": {"type": ["object", "null"]},
+    },
+    "required": ["input_file_id", "endpoint"],
+    "additionalProperties": False,
+}
+_FILE = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": ["batch", "fine-tune"]},
+    },
+    "required": ["file", "purpose"],
+}
+BATCH_BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _BATCH}}}
+}
+"""The body of a batch, for `openapi_extra` of its route."""
+FILE_BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}
+}
+"""The same of a file."""
+
+
 def described(url: Url, models: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of a route that describe its body and its responses."""
     properties = {
@@ -89,9 +124,13 @@ def described(url: Url, models: Sequence[str]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    answer: dict[int | str, dict[str, Any]] = {}
+    if "stream" in FIELDS[url]:
+        streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer[200] = {"description": "The answer, whole or in pieces.", "content": streamed}
     return {
         "openapi_extra": {"requestBody": body},
-        "responses": RESPONSES,
+        "responses": RESPONSES | answer,
     }
 
 

@@ -252,7 +252,9 @@ def test_prompts_that_are_no_token_ids(engine, prompt):
 
 def test_settings_that_no_step_can_take():
     with pytest.raises(ModelError) as raised:
-        Sampling(max_tokens=1.5, top_k=2**31, seed=0.5, stop_tokens=("a",), stop=("",), logprobs=21)
+        Sampling(
+            max_tokens=1.5, top_k=2**31, seed=0.5, stop_tokens=(True,), stop=("",), logprobs=21
+        )
     for name in ("max_tokens=1.5", "top_k=2147483648", "seed=0.5", "stop_tokens=", "stop="):
         assert f"{name}" in str(raised.value)
 

@@ -52,20 +52,22 @@ def prompts(count, seed=0, longest=90):
 
 
 def test_greedy_tokens_are_those_of_the_model_alone(served):
-    asked = prompts(3)
-    found = Engine(served, context=160, slots=4).generate(asked, max_tokens=40, ignore_end=True)
-    rows = np.zeros((3, 90), np.int32)
+    asked = prompts(3, longest=60)
+    found = Engine(served, context=100, slots=4, chunk=64).generate(
+        asked, max_tokens=30, ignore_end=True
+    )
+    rows = np.zeros((3, 60), np.int32)
     for row, prompt in zip(rows, asked, strict=True):
         row[: len(prompt)] = prompt
     alone = nnx.jit(
         lambda model, tokens: generate(
-            model, tokens, length=40, temperature=0.0, rng=jax.random.key(0),
+            model, tokens, length=30, temperature=0.0, rng=jax.random.key(0),
             segment_ids=(tokens > 0).astype(jnp.int32),
         )
     )(served.model, jnp.asarray(rows))  # fmt: skip
-    assert [one.ids for one in found] == alone[:, 90:].tolist()
+    assert [one.ids for one in found] == alone[:, 60:].tolist()
     assert [list(one.prompt) for one in found] == asked
-    assert len({token for one in found for token in one.ids}) > 8
+    assert len({token for one in found for token in one.ids}) > 6
 
 
 EXACT = {"context": 160, "deterministic": True}
@@ -188,7 +190,8 @@ def test_requests_that_are_not_for_t5(served):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
-def test_greedy_tokens_are_those_of_transformers(tmp_path, version):
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.soak)])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, version, count):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     new = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
@@ -206,7 +209,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, version):
         model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 64))
     model.save_pretrained(tmp_path)
     engine = Engine(sl.hf.load(tmp_path), context=160)
-    asked = prompts(12)
+    asked = prompts(count)
     found = engine.generate(asked, max_tokens=40, logprobs=2)
     for prompt, answer in zip(asked, found, strict=True):
         with torch.no_grad():

@@ -369,6 +369,14 @@ def test_the_engine_continues_as_transformers_does(case):
     continued_as_by_transformers(folder, answers)
 
 
+@pytest.mark.soak
+def test_200_greedy_answers_are_those_of_transformers(case):
+    folder, *_ = case
+    engine = Engine(hf.load(folder), slots=32)
+    answers = engine.generate(random_prompts(200), max_tokens=16, ignore_end=True)
+    continued_as_by_transformers(folder, answers)
+
+
 @pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("name", "mesh"),

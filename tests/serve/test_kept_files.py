@@ -90,8 +90,29 @@ def test_batches_that_end_otherwise(tmp_path):
         time.sleep(0.1)
         assert service.thread.stats.num_running == 0
         with client(address) as http:
-            for body in ({"endpoint": "/v1/other"}, {"input": 1}, []):
+            for body in ({"endpoint": "/v1/other"}, {"endpoint": {}}, {"input": 1}, []):
                 assert http.post("/v1/batches", json=body).status_code == 400
             for path in ("files/file-1", "files/..%2fsecret/content", "batches/batch-1"):
                 assert http.get(f"/v1/{path}").status_code == 404
             assert http.post("/v1/files", data={"purpose": "batch"}).status_code == 400
+
+
+@pytest.mark.process
+def test_the_schema_of_the_api_describes_what_routes_take_and_give(tmp_path):
+    with official(tmp_path) as (_, _, address), client(address) as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        completion = {"prompt": "a", "max_tokens": 1, "stream": True}
+        streamed = http.post("/v1/completions", json=completion).headers["content-type"]
+        page = http.get("/").headers["content-type"]
+
+    def types(path, method, part):
+        found = paths[path][method]
+        return {*(found["requestBody"] if part == "body" else found["responses"][part])["content"]}
+
+    assert types("/v1/batches", "post", "body") == {"application/json"}
+    assert types("/v1/files", "post", "body") == {"multipart/form-data"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert types(path, "post", "200") == {"application/json", "text/event-stream"}
+    assert streamed.partition(";")[0] in types("/v1/completions", "post", "200")
+    assert page.partition(";")[0] in types("/", "get", "200")
+    assert "404" in paths["/v1/models/{name}"]["get"]["responses"]
