@@ -10,7 +10,7 @@ from random_programs.draws import Random
 from random_programs.placements import Placement
 from random_programs.program import Program
 from shardlib.errors import DoesNotFitError
-from shardlib.find import FoundRules, problem
+from shardlib.find import FoundRules, equivalence
 from shardlib.mesh import MeshConfig
 
 MESHES = "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "fsdp=2,tensor=4", "fsdp=8", "data=2,tensor=4"
@@ -26,7 +26,7 @@ def with_found_rules(program: Program) -> Program:
     What is quickest for a small program is to cut nothing. So less memory than that takes is left
     to three of four programs, and every other one gets another answer than the first.
     """
-    problem.MIN_ELEMENTS = LEAST_ELEMENTS
+    equivalence.MIN_ELEMENTS = LEAST_ELEMENTS
     random = Random(program.seed, 2)
     rows = jax.tree.leaves(program.batch)[0].shape[0]
     sizes = {mesh: MeshConfig.parse(mesh).sizes for mesh in MESHES}

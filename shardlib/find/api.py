@@ -1,5 +1,6 @@
 """Rules found for a model."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, MeshError, ModelError, did_you_mean
+from shardlib.find.context import CONTEXT
 from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules
 from shardlib.find.search import SEARCHED, Search
@@ -18,6 +20,7 @@ from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
+from shardlib.nn.attention.as_one import attention_as_one, traced_alike
 from shardlib.optim.transforms import check_transformation
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.tracing import LossFn, TracedWorkload, trace_workload
@@ -55,7 +58,7 @@ def find_rules(
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
-        mesh: The mesh, of `data`, `fsdp` and `tensor`; default: the best for cluster and batch.
+        mesh: The mesh, of `data`, `fsdp`, `expert`, `context` and `tensor`; default: the best one.
         rules: Rules for the parameters that they name, by path or metadata; no activations.
         inputs: Example arguments of the module; for linen.
         wrt: The trained variables, as for `init_state`; others have rules too.
@@ -78,12 +81,12 @@ def find_rules(
     _check_positive(microbatches, seconds)
     cluster, module = of_one_kind(on), functional(make, inputs, wrt)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    traced, workload = _traced(module, loss, batch, optimizer, rules, inputs, precision, cluster)
+    sizes = _sizes(mesh, cluster) if mesh else None
+    with attention_as_one(cluster.platform, every=bool(sizes and sizes[CONTEXT] > 1)):
+        traced, step = _traced(module, loss, batch, optimizer, rules, inputs, precision, cluster)
     classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
-    search = Search(
-        traced, classes, workload, cluster, rules, microbatches, capacity, others, notify
-    )
-    return search.best([_sizes(mesh, cluster)] if mesh else list(search.meshes()), seconds)
+    search = Search(traced, classes, step, cluster, rules, microbatches, capacity, others, notify)
+    return search.best([sizes] if sizes else list(search.meshes()), seconds)
 
 
 def _check_positive(microbatches: int | None, seconds: float) -> None:
@@ -128,7 +131,8 @@ def _traced(
         platform=cluster.platform,
         names=traced.names,
     )
-    return traced, workload
+    # Attention is one operation in all traces of a search.
+    return traced, dataclasses.replace(workload, retrace=traced_alike(workload.retrace))
 
 
 def _sizes(mesh: str | MeshConfig, cluster: Cluster) -> dict[str, int]:

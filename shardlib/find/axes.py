@@ -35,6 +35,7 @@ from shardlib.jaxprs import (
     scan_parts,
 )
 from shardlib.partitioner.factors import ELEMENTWISE, Dim, Factors, factors_of
+from shardlib.sharding.shared_rows import OPAQUE
 
 Kind = Literal["param", "input", "activation", "constant"]
 Names = tuple[str | None, ...]
@@ -210,7 +211,7 @@ class TracedAxes:
         factors = factors_of(operation) or _whole(operation)
         self._connect(factors, (*operands, *results))
         self._use(operation.name, factors, tuple(operands), tuple(results))
-        if operation.name in PRODUCTS:
+        if operation.name in PRODUCTS or operation.name == OPAQUE:
             self._save(operands)
         return results
 

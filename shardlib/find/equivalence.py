@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.find.axes import MOVE, SLICE, Kind, Names, Tensor, TracedAxes, TracedUse
 from shardlib.find.trace import INPUT
+from shardlib.nn.attention.as_one import RowAttention
 from shardlib.partitioner.factors import Factors
 from shardlib.partitioner.layout import num_bytes
 
+MIN_ELEMENTS = 2**14
+"""Parameters with fewer elements are replicated, as `rules.Auto` does."""
 _ROUNDS = 2
 """Rounds in which axes of no argument are told apart by the operations around them."""
 
@@ -75,6 +78,11 @@ class TensorClass:
         return math.prod(self.shape)
 
     @property
+    def is_small(self) -> bool:
+        """Whether it is too small to be worth a cut, as a parameter."""
+        return self.elements < MIN_ELEMENTS
+
+    @property
     def bytes(self) -> int:
         """Bytes of one whole tensor."""
         return self.elements * self.width
@@ -119,7 +127,12 @@ class OperationClass:
 
     @property
     def multiplies(self) -> bool:
-        return self.name in PRODUCTS
+        return self.name in PRODUCTS or self.attention is not None
+
+    @property
+    def attention(self) -> RowAttention | None:
+        """The attention that the operation stands for."""
+        return self.factors.what if isinstance(self.factors.what, RowAttention) else None
 
 
 class Classes:
@@ -209,7 +222,7 @@ class Classes:
                 continue
             factors = use.factors
             summed = tuple(factors.reduced)
-            key = use.name, operands, results, factors.sizes, factors.flops, summed
+            key = use.name, operands, results, factors.sizes, factors.flops, summed, factors.what
             found = classes.setdefault(key, OperationClass(use.name, factors, operands, results))
             found.times += use.times
         return list(classes.values())

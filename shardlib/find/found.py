@@ -18,6 +18,7 @@ from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
 from shardlib.rules import AxisRules, RulesConfig
 from shardlib.rules.resolve import Kind
+from shardlib.rules.resolve import Table as RuleTable
 from shardlib.tables import Report, Table
 
 
@@ -203,7 +204,8 @@ class FoundRules(Report):
             yield self.binds
         if self.late:
             yield f"nothing was found in time for {', '.join(self.late)}"
-        columns = ("logical axis", "size>", "params", "activations", "parameters")
+        yield from self._zero()
+        columns = ("logical axis", "size>", *self._tables, "parameters")
         notes = [f"not cut: {', '.join(whole)}"] if (whole := self._whole()) else []
         yield Table("rules", columns, list(self._rule_rows()), notes)
         rows = [(pattern, ", ".join(map(str, axes))) for pattern, axes in self.rules.paths]
@@ -222,6 +224,23 @@ class FoundRules(Report):
         notes = [f"{best.name} is quicker"] if (best := self._quickest()) != self.prices[0] else []
         columns = ("rules", "step>", "nothing hidden>", "memory>")
         yield Table("a step by the cost model", columns, rows, notes)
+
+    def _zero(self) -> Iterator[str]:
+        """Yields the stage of ZeRO if the optimizer state is in more parts than the parameters."""
+        rules = self.rules
+        if rules.opt_state is not None:
+            stage = 1 if rules.gradients is None else 2
+            what = {1: "optimizer state is", 2: "gradients and optimizer state are"}[stage]
+            yield f"the {what} in more parts than the parameters (ZeRO stage {stage})"
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, RuleTable]:
+        """The tables of rules by what they place."""
+        tables = {"params": self.rules.params, "activations": self.rules.activations}
+        for section in ("gradients", "opt_state"):
+            if (own := getattr(self.rules, section)) is not None:
+                tables[section] = own.params
+        return tables
 
     def _other_rules(self) -> Iterator[Table]:
         whole = self.solution.seconds
@@ -242,9 +261,9 @@ class FoundRules(Report):
 
     def _rule_rows(self) -> Iterator[tuple[str, ...]]:
         """Yields a row for each name with a rule that cuts."""
-        tables = {kind: dict(self.rules.table(kind)) for kind in ("params", "activations")}
-        for name in dict.fromkeys([*tables["params"], *tables["activations"]]):
-            cuts = [_joined(tables[kind].get(name)) for kind in ("params", "activations")]
+        tables = [dict(table) for table in self._tables.values()]
+        for name in dict.fromkeys(name for table in tables for name in table):
+            cuts = [_joined(table.get(name)) for table in tables]
             if any(cuts):
                 patterns = [path for path, axes in self.rules.paths if name in axes]
                 yield name, str(self._sizes[name]), *(cut or "-" for cut in cuts), _some(patterns)
@@ -252,8 +271,8 @@ class FoundRules(Report):
     def _whole(self) -> list[str]:
         cut = {
             name
-            for kind in ("params", "activations")
-            for name, alternatives in self.rules.table(kind)
+            for table in self._tables.values()
+            for name, alternatives in table
             if any(alternatives)
         }
         return [name for name in self._sizes if name not in cut]

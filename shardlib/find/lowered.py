@@ -24,7 +24,7 @@ from shardlib.cost.traced.step import TracedStep
 from shardlib.find.axes import Kind
 from shardlib.find.planned import planned_layouts
 from shardlib.find.simplified import selected, summed_once, without_repeats
-from shardlib.find.traffic import Traffic
+from shardlib.find.traffic import Traffic, collective_name
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner import Traced, ValueLayout, analyze, execute, from_spec, who_partitions
@@ -69,11 +69,12 @@ class LoweredWorkload(TracedWorkload):
         if lowered is None:
             return None
         sent: dict[tuple[str, tuple[str, ...]], float] = {}
-        for (_, moved), count in lowered.moved.items():
-            devices = math.prod(layout.size(axis) for axis in moved.axes)
-            key = moved.kind.replace("_", "-"), tuple(a for a in AXES if a in moved.axes)
-            more = count * sent_share(moved.kind, devices) * moved.num_bytes
-            sent[key] = sent.get(key, 0.0) + layout.microbatches * more
+        for tally, times in ((lowered, layout.microbatches), (self.step.update_costs(layout), 1)):
+            for (_, moved), count in tally.moved.items():
+                devices = math.prod(layout.size(axis) for axis in moved.axes)
+                key = collective_name(moved.kind), tuple(a for a in AXES if a in moved.axes)
+                more = count * sent_share(moved.kind, devices) * moved.num_bytes
+                sent[key] = sent.get(key, 0.0) + times * more
         return sent
 
     @functools.cached_property

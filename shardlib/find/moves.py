@@ -8,7 +8,7 @@ from typing import Literal
 from shardlib.cost.machine.fabric import Link, seconds_in_turn
 from shardlib.partitioner.layout import Dims
 
-Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather"]
+Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "shift"]
 
 
 class Network:
@@ -37,7 +37,7 @@ class Network:
 
     def _move(self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str]) -> float:
         steps = self.collectives(num_bytes, have, want, pending)
-        return sum(self._collective(*step) for step in steps)
+        return sum(self.collective(*step) for step in steps)
 
     def collectives(
         self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Network:
         ]
         return [step for step in steps if step[1]]
 
-    def _collective(self, kind: Kind, axes: frozenset[str], num_bytes: float) -> float:
+    def collective(self, kind: Kind, axes: frozenset[str], num_bytes: float) -> float:
         """Returns the seconds of a collective; fast axes carry it first, slow ones what is left."""
         links = [link for axis, link in self.links.items() if axis in axes]
         return sum(seconds_in_turn(links, kind, num_bytes))

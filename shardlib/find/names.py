@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
+from shardlib.find.context import attended_axes, attention_rules
 from shardlib.find.equivalence import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.experts import EXPERT, experts_of
+from shardlib.find.opt_state import StateCuts, with_state_cut
 from shardlib.find.planned import VARIANT
 from shardlib.find.problem import Solution
 from shardlib.find.trace import INPUT
@@ -21,6 +23,9 @@ from shardlib.rules.resolve import ANY
 BATCH = "batch"
 """The rows of all leaves of a batch, whether or not operations connect them."""
 _Names = tuple[str | None, ...]
+_Rule = tuple[tuple[str, ...], bool]
+"""The mesh axes of a name, and whether optimizer state may have more."""
+_Tables = dict[str, dict[str, _Rule]]
 _MAX_WORDS = 3
 """Parameters that a name lists."""
 _HEADS_AT = {-2, -3}
@@ -41,22 +46,33 @@ class NamedAxes:
 
 
 def named_rules(
-    classes: Classes, solution: Solution, paths: Sequence[str], given: AxesByPath
+    classes: Classes,
+    solution: Solution,
+    paths: Sequence[str],
+    given: AxesByPath,
+    state_cuts: StateCuts | None = None,
+    *,
+    attends: bool = False,
 ) -> NamedAxes:
-    """Returns the layouts of a solution as rules.
+    """Returns the layouts of a solution as rules, also for optimizer state in more parts and for
+    the names that `attend` asks for.
 
     Names by which the model places tensors have the chosen rules. Elsewhere an axis has one name.
     If two tensor classes cut it differently, the one with fewer bytes has another name for it, as
     the residual stream of a transformer has under sequence parallelism.
     """
     names = axis_names(classes, paths, given)
-    tables = _chosen(solution)
+    grown = state_cuts.by_class(solution.layouts) if state_cuts else {}
+    tables = _chosen(solution, grown, classes)
     for path, number in zip(paths, classes.arguments, strict=True):
         if path.startswith(INPUT) and number in solution.layouts and not solution.rules:
             # Rows at experts may have more bytes, and are cut otherwise.
             axis, cut = classes.tensors[number].axes[0], solution.layouts[number][0]
-            tables["activation"].setdefault(names[axis], cut)
+            tables["activation"].setdefault(names[axis], (cut, False))
     is_named = bool(solution.rules)
+    if attends and not is_named:
+        for name, cut in attention_rules(classes, solution.cuts):
+            tables["activation"].setdefault(name, (cut, False))
     by_class: dict[int, _Names] = {}
     for number in sorted(solution.layouts, key=lambda n: -classes.tensors[n].weight):
         tensor = classes.tensors[number]
@@ -65,10 +81,12 @@ def named_rules(
             by_class[number] = tuple(name and _plain(name) for name in placed)
             continue
         row: list[str | None] = []
-        for axis, size, cut in zip(
-            tensor.axes, tensor.shape, solution.layouts[number], strict=True
+        grows = grown.get(number, ())
+        for dim, (axis, size, cut) in enumerate(
+            zip(tensor.axes, tensor.shape, solution.layouts[number], strict=True)
         ):
-            row.append(_name(tables[tensor.kind], names[axis], row, cut) if size > 1 else None)
+            rule = cut, dim in grows
+            row.append(_name(tables[tensor.kind], names[axis], row, rule) if size > 1 else None)
         by_class[number] = tuple(row)
     partly = _partly_met(classes, solution)
     rules = AxisRules(
@@ -76,16 +94,28 @@ def named_rules(
         activations=_table(tables["activation"], partly["activation"])
         | ({ANY: None} if is_named else {}),
         paths=_by_pattern(_of_params(classes, paths, by_class), _named_paths(classes, paths)),
-        names=None if is_named else _activation_names(classes, paths, names, by_class),
     )
+    grows = {name for name, (_, one) in tables["param"].items() if one}
+    if state_cuts:
+        rules = with_state_cut(rules, grows, state_cuts.axes)
+    if not is_named:
+        told = _activation_names(classes, paths, names, by_class)
+        rules = dataclasses.replace(rules, names=told)
     return NamedAxes(rules, by_class)
 
 
-def _chosen(solution: Solution) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns the rules of the names that the model gives, by kind of tensor."""
-    tables: dict[str, dict[str, tuple[str, ...]]] = {"param": {}, "activation": {}}
+def _chosen(solution: Solution, grown: Mapping[int, Collection[int]], classes: Classes) -> _Tables:
+    """Returns the rules of the names that the model gives, by kind of tensor. `grown` are the dims
+    along which optimizer state is in more parts, by tensor class."""
+    grows = {
+        classes.tensors[number].names[dim]
+        for number, dims in grown.items()
+        for dim in dims
+        if classes.tensors[number].names
+    }
+    tables: _Tables = {"param": {}, "activation": {}}
     for name, cut in solution.rules.items():
-        tables[_kind(name)][_plain(name)] = cut
+        tables[_kind(name)][_plain(name)] = cut, name in grows
     return tables
 
 
@@ -141,27 +171,27 @@ def _activation_names(
 
 
 def _name(
-    table: dict[str, tuple[str, ...]],
+    table: dict[str, _Rule],
     name: str,
     row: Sequence[str | None],
-    cut: tuple[str, ...],
+    rule: _Rule,
 ) -> str:
-    """Returns a name for an axis in a tensor, whose rule says `cut`; adds the rule."""
+    """Returns a name for an axis in a tensor that has a rule; adds the rule."""
     number = 1
     while True:
         variant = name if number == 1 else f"{name}{VARIANT}{number}"
-        if variant not in row and table.setdefault(variant, cut) == cut:
+        if variant not in row and table.setdefault(variant, rule) == rule:
             return variant
         number += 1
 
 
-def _table(rules: Mapping[str, tuple[str, ...]], partly: Set[str]) -> dict[str, Any]:
+def _table(rules: Mapping[str, _Rule], partly: Set[str]) -> dict[str, Any]:
     """Returns a table for `AxisRules`, with the rules that cut first; the names `partly` may also
     be whole."""
-    ordered = sorted(rules.items(), key=lambda item: not item[1])
+    ordered = sorted(rules.items(), key=lambda item: not item[1][0])
     return {
         name: [axes, None] if name in partly and axes else "+".join(axes) or None
-        for name, axes in ordered
+        for name, (axes, _) in ordered
     }
 
 
@@ -242,6 +272,7 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
     reach = [len({touch.pattern for touch in axis.touches}) for axis in classes.axes]
     names: dict[int, str] = {}
     used = _used(classes)
+    attended = attended_axes(classes)
     of_experts = {classes.tensors[n].axes[dim] for n, dim in experts_of(classes).dims.items()}
     for number in sorted(range(len(classes.axes)), key=lambda number: number not in used):
         axis = classes.axes[number]
@@ -250,6 +281,8 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
             name = common[0][0]
         elif number in of_experts:
             name = EXPERT
+        elif number in attended:
+            name = attended[number]
         else:
             name = _own_name(axis, _is_residual(number, reach), classes.ids)
         number_of = itertools.count(2)

@@ -15,23 +15,24 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import get_args
 
 from shardlib.cost.machine.rates import Rates
 from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
 from shardlib.find.axes import SLICE
+from shardlib.find.context import CONTEXT, exchange_seconds
 from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
 from shardlib.find.experts import EXPERT, NONE, FoundExperts
 from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
 from shardlib.find.named_choices import NamedChoices
+from shardlib.find.opt_state import StateCuts
 from shardlib.find.program import IntegerProgram, Part
 from shardlib.humanize import gib
+from shardlib.partitioner.attention import LENGTH
 from shardlib.partitioner.factors import Assignment, dims_of
 from shardlib.partitioner.layout import Dims
 
-MIN_ELEMENTS = 2**14
-"""Parameters with fewer elements are replicated, as `rules.Auto` does."""
 _PASSES = 3.0
 """Passes over an activation for each of the forward pass: one forward, and a read of the value and
 one of its gradient backward."""
@@ -78,6 +79,12 @@ class Objective:
     """Memory of a device that is not for state and activations."""
     nested_params: bool = False
     """Whether a move of a parameter only adds or removes mesh axes, as in rules written by hand."""
+    state_axes: tuple[str, ...] = ()
+    """Mesh axes that cut the optimizer state also where they cut no parameter."""
+    apart_bytes: float = 0.0
+    """Bytes of `state_bytes` that they cut."""
+    gradients_apart: bool = False
+    """Whether gradients are summed straight into the parts of the optimizer state."""
     params_alone: bool = False
     """Whether only axes of parameters are cut, besides the pinned ones: sequences stay whole."""
 
@@ -118,6 +125,7 @@ class LayoutProblem(IntegerProgram):
         self.memory: list[tuple[int, float]] = []
         self.layout_variables: dict[int, dict[Dims, int]] = {}
         self._cut_variables: list[dict[tuple[Dims, ...], tuple[int, Assignment]]] = []
+        self.state_cuts = StateCuts(classes, objective.state_axes, self.network.sizes)
         self.rule_seconds = _RULE_SHARE * self._least_seconds()
         axes = self.network.axes
         subsets = (c for n in range(len(axes) + 1) for c in itertools.combinations(axes, n))
@@ -208,16 +216,29 @@ class LayoutProblem(IntegerProgram):
             cost = _PASSES * tensor.pass_bytes / parts / self.rates.memory
             held = self.objective.saved_scale * tensor.saved_bytes / parts
             if tensor.copies:
-                elements = tensor.elements * tensor.copies / parts
+                held += tensor.copies * tensor.bytes / parts
                 if tensor.trained:
-                    cost += _UPDATE_PASSES * elements / self.rates.memory
-                held += (self.objective.state_bytes if tensor.trained else tensor.width) * elements
+                    seconds, num_bytes = self._of_state(tensor, dims, parts)
+                    cost, held = cost + seconds, held + num_bytes
             options[dims] = self.variable(cost, "passes", whole=True)
             if held:
                 self.memory.append((options[dims], held))
         self.layout_variables[number] = options
         self.row([(col, 1.0) for col in options.values()], 1, 1)
         self.named.tie(tensor.names, tensor.shape, options.items())
+
+    def _of_state(self, tensor: TensorClass, dims: Dims, parts: int) -> tuple[float, float]:
+        """Returns the seconds to update parameters in `parts` and to gather them after it, and the
+        bytes of a device for their gradients and optimizer state."""
+        elements, objective = tensor.elements * tensor.copies / parts, self.objective
+        cuts = self.state_cuts.further(tensor, dims).values()
+        further = frozenset(axis for cut in cuts for axis in cut)
+        pieces = self.network.degree(further)
+        seconds = _UPDATE_PASSES * elements / pieces / self.rates.memory
+        gathered = self.network.collective("all_gather", further, tensor.bytes / parts)
+        each = objective.state_bytes - tensor.width
+        num_bytes = each - objective.apart_bytes * (1 - 1 / pieces)
+        return seconds + tensor.copies * gathered, num_bytes * elements
 
     def _layouts(self, number: int) -> list[Dims]:
         """Returns the possible layouts of a tensor class."""
@@ -226,7 +247,7 @@ class LayoutProblem(IntegerProgram):
             return [objective.pinned_params[number]]
         rank = len(tensor.shape)
         is_param = tensor.kind == "param"
-        if is_param and not tensor.names and tensor.elements < MIN_ELEMENTS:
+        if is_param and not tensor.names and tensor.is_small:
             return [((),) * rank]
         axes = [a for a in self.network.axes if not is_param or a in objective.param_axes]
         axes += [EXPERT] if is_param and EXPERT in self.network.axes else []
@@ -246,9 +267,11 @@ class LayoutProblem(IntegerProgram):
 
     def _dims_for(self, axis: str, number: int) -> Sequence[int]:
         """Returns the dims of a tensor class that a mesh axis may cut: `EXPERT` cuts experts, and
-        the rows of activations."""
+        the rows of activations; `CONTEXT` their positions."""
         tensor, experts = self.classes.tensors[number], self.objective.experts
         every = range(len(tensor.shape))
+        if axis == CONTEXT:
+            return [dim for dim in every if self._is_position(tensor.axes[dim])]
         if axis != EXPERT:
             return every
         if tensor.kind != "param":
@@ -262,8 +285,9 @@ class LayoutProblem(IntegerProgram):
         return axis in objective.experts.axes or EXPERT in objective.pinned_axes.get(axis, ())
 
     def _meets(self, dims: Dims, dim: int, pin: tuple[str, ...]) -> bool:
-        """Returns whether a dim is cut as decided: `EXPERT` may cut experts in place of rows."""
-        if dims[dim] == pin:
+        """Returns whether a dim is cut as decided: `EXPERT` may cut experts in place of rows, and
+        other axes the positions of a device further."""
+        if dims[dim] == pin or dims[dim][:1] == pin == (CONTEXT,):
             return True
         elsewhere = EXPERT in pin and any(EXPERT in axes for axes in dims)
         return elsewhere and dims[dim] == tuple(axis for axis in pin if axis != EXPERT)
@@ -282,18 +306,20 @@ class LayoutProblem(IntegerProgram):
 
     def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns axes in the order in which they cut the batch, if exactly these or the major ones
-        of them do."""
+        of them do; otherwise with `CONTEXT` first."""
         firsts = (pin[: len(axes)] for pin in self.objective.pinned_axes.values())
-        return next((first for first in firsts if set(first) == set(axes)), axes)
+        positions = tuple(sorted(axes, key=lambda axis: axis != CONTEXT))
+        return next((first for first in firsts if set(first) == set(axes)), positions)
 
-    def _divides(self, tensor: TensorClass, dims: Dims, pins: Container[int]) -> bool:
+    def _divides(self, tensor: TensorClass, dims: Dims, pins: Mapping[int, tuple]) -> bool:
         """Returns whether a layout cuts evenly, and no stack of layers: a loop takes one of them
         after the other."""
         for dim, (axes, axis) in enumerate(zip(dims, tensor.axes, strict=True)):
             found = self.classes.axes[axis]
             keeps = self.objective.params_alone and not found.is_of_params
             whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], found.size)
-            if dim not in pins and whole % self.network.degree(axes):
+            is_pinned = dim in pins and len(axes) <= len(pins[dim])
+            if not is_pinned and whole % self.network.degree(axes):
                 return False
         return True
 
@@ -370,7 +396,11 @@ class LayoutProblem(IntegerProgram):
         seen = {f for edge in operation.edges for f in edge.dims}
         options = sorted(f for f in seen if f is not None)
         axes = self.network.axes
-        places_of = {EXPERT: self._expert_factors(operation)}
+        places_of = {EXPERT: self._factors_of(operation, self._takes_experts)}
+        places_of[CONTEXT] = self._factors_of(operation, self._is_position)
+        attends = operation.attention is not None
+        if attends:
+            options.remove(LENGTH)  # Only `CONTEXT` cuts it.
         for places in itertools.product(*((None, *places_of.get(a, options)) for a in axes)):
             cut: Assignment = {}
             for axis, factor in zip(axes, places, strict=True):
@@ -378,17 +408,22 @@ class LayoutProblem(IntegerProgram):
                     cut[factor] = (*cut.get(factor, ()), axis)
             cut = {factor: self._ordered(names) for factor, names in cut.items()}
             whole = (factors.sizes[f] % self.network.degree(names) for f, names in cut.items())
-            if not any(whole) and not self._keeps_params_cut(operation, cut):
+            # Attention shares rows wherever their positions are cut.
+            shares = not attends or (CONTEXT in axes) == (LENGTH in cut)
+            if not any(whole) and shares and not self._keeps_params_cut(operation, cut):
                 yield cut
 
-    def _expert_factors(self, operation: OperationClass) -> list[int]:
-        """Returns the factors of an operation that `EXPERT` may cut."""
+    def _factors_of(self, operation: OperationClass, takes: Callable[[int], bool]) -> list[int]:
+        """Returns the factors of an operation with a discovered axis that `takes` accepts."""
         factors = set[int]()
         for edge in operation.edges:
-            axes = self.classes.tensors[edge.tensor].axes
-            takes = map(self._takes_experts, axes)
-            factors |= {f for f, one in zip(edge.dims, takes, strict=True) if one and f is not None}
+            pairs = zip(edge.dims, self.classes.tensors[edge.tensor].axes, strict=True)
+            factors |= {f for f, axis in pairs if f is not None and takes(axis)}
         return sorted(factors)
+
+    def _is_position(self, axis: int) -> bool:
+        """Returns whether `CONTEXT` cuts a discovered axis in activations."""
+        return CONTEXT in self.objective.pinned_axes.get(axis, ())
 
     def _keeps_params_cut(self, operation: OperationClass, cut: Assignment) -> bool:
         """Returns whether a parameter would stay cut by the axes of the batch while activations
@@ -408,7 +443,12 @@ class LayoutProblem(IntegerProgram):
             return 0.0
         parts = self.network.degree(axis for axes in cut.values() for axis in axes)
         flops = _PRODUCTS * operation.factors.flops * operation.times
-        return flops / parts / self.rates.flops
+        seconds = flops / parts / self.rates.flops
+        if operation.attention is not None:
+            # Devices compute with the keys that they have while others arrive.
+            shared = exchange_seconds(self.classes, operation, cut, self.network)
+            seconds = max(seconds, shared * operation.times)
+        return seconds
 
     def pending(
         self, operation: OperationClass, cut: Assignment, edge: Edge, *, is_result: bool
@@ -495,8 +535,16 @@ class LayoutProblem(IntegerProgram):
         # A tensor that is stored in parts is gathered again if its layer is computed again;
         # otherwise a compiler keeps what was gathered.
         again = 2 if self.classes.recomputes else 1
-        back = [(1, (pieces, dims, pending))] if edge.differentiated else []
-        return [(again, (dims, pieces, frozenset()))], back
+        back = [(1, (pieces, self._summed_to(edge, dims), pending))]
+        return [(again, (dims, pieces, frozenset()))], back if edge.differentiated else []
+
+    def _summed_to(self, edge: Edge, dims: Dims) -> Dims:
+        """Returns the layout to which the gradient of an operand with the layout `dims` is
+        summed."""
+        if not self.objective.gradients_apart:
+            return dims
+        further = self.state_cuts.further(self.classes.tensors[edge.tensor], dims)
+        return tuple(cut + further.get(dim, ()) for dim, cut in enumerate(dims))
 
 
 def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: bool) -> bool:

@@ -20,6 +20,7 @@ from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
+from shardlib.find.context import CONTEXT, FoundRows, rows_of
 from shardlib.find.equivalence import Classes
 from shardlib.find.experts import EXPERT, NONE, FoundExperts, experts_of
 from shardlib.find.found import FoundRules, Price
@@ -28,7 +29,7 @@ from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
 from shardlib.find.problem import LayoutProblem, Objective, Solution, does_not_fit
-from shardlib.find.trace import INPUT, TracedLoss, fsdp_alone
+from shardlib.find.trace import GRADIENT_BYTES, INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import Traffic, predicted_traffic
 from shardlib.find.why_not import Questions
 from shardlib.hardware import Cluster
@@ -43,20 +44,28 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that cut the batch."""
 PARAM_AXES = frozenset(("fsdp", "tensor"))
 """Mesh axes that may cut any dim of parameters."""
-SEARCHED = ("data", "fsdp", "expert", "tensor")
+SEARCHED = ("data", "fsdp", "expert", "context", "tensor")
 _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
 _NEAR = 0.05
 """Share of a step by which they must be quicker: both cost models err by a few percent."""
 
-_BONUS = {"found": _NEAR, **dict.fromkeys(("nested", "whole sequences"), _NEAR + 0.02)}
+_ZERO1, _ZERO2 = "zero1", "zero2"
+_BONUS = {
+    "found": _NEAR,
+    **dict.fromkeys(("nested", "whole sequences"), _NEAR + 0.02),
+    **dict.fromkeys((_ZERO1, _ZERO2), _NEAR - 0.02),
+}
 """Shares of a step by which other answers must be quicker. TPU compilers turn some scattered sums
-behind a move of a weight's gradient into whole ones, which `nested` moves avoid."""
+behind a move of a weight's gradient into whole ones, which `nested` moves avoid. Optimizer state in
+more parts also leaves more memory."""
 _FAR = 1.3
 """Times the seconds of the best answer by the integer program beyond which none is lowered."""
 _MOST_LOWERED = 3
 """Meshes for which the program of a device is priced, the best ones by the traced program."""
 _ROWS = "rows over tensor"
+_STATE_AXES = ("fsdp", "data")
+"""Mesh axes that may cut optimizer state where they cut no parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +85,45 @@ class Search:
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows. `expert` and `tensor`, which both cut experts,
-        take turns."""
+        take turns, and so do `context` and replicas."""
         devices, domain = self.cluster.num_devices, self.cluster.devices_per_domain
         # The program does not show what a manual region sends.
         count = 1 if self._experts.in_region else self._experts.count
         degrees = divisors(math.gcd(devices, count)) if count else [1]
-        for expert, tensor, data in itertools.product(degrees, *[divisors(devices)] * 2):
-            fsdp, left = divmod(devices, expert * tensor * data)
-            if left == 0 and tensor <= domain and 1 in (expert, tensor):
-                yield {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+        shared = [n for n in divisors(devices) if n == 1 or not self._unshared(n)]
+        for expert, context, tensor, data in itertools.product(
+            degrees, shared, *[divisors(devices)] * 2
+        ):
+            fsdp, left = divmod(devices, expert * context * tensor * data)
+            # Devices that share rows can share the state of replicas as well.
+            one = 1 in (expert, tensor) and 1 in (context, data * expert)
+            if left == 0 and tensor <= domain and one:
+                sizes = data, fsdp, expert, context, tensor
+                yield dict(zip(SEARCHED, sizes, strict=True))
 
     @functools.cached_property
     def _experts(self) -> FoundExperts:
         return experts_of(self.classes)
 
+    @functools.cached_property
+    def _rows(self) -> FoundRows:
+        return rows_of(self.classes)
+
+    def _unshared(self, devices: int) -> list[str]:
+        """Returns why devices along `context` cannot share the rows of the model."""
+        return list(dict.fromkeys(self._rows.faults(devices)))
+
     def _checked(self, sizes: dict[str, int]) -> dict[str, int]:
-        """Returns the mesh; raises `MeshError` if its axis of experts has nothing to cut."""
+        """Returns the mesh; raises `MeshError` if its axis of experts or of positions has nothing
+        to cut."""
+        shared = sizes[CONTEXT]
+        if shared > 1 and (faults := self._unshared(shared)):
+            raise MeshError(
+                f"{self.traced.module.name} cannot cut rows over {CONTEXT}={shared}: "
+                f"{'; '.join(faults)}.\n"
+                f"  Leave {CONTEXT} out, or let attention on rows of a power of two go through "
+                "attend."
+            )
         size, count = sizes[EXPERT], self._experts.count
         if size == 1 or (count and count % size == 0):
             return sizes
@@ -131,7 +163,7 @@ class Search:
                 return dataclasses.replace(best, late=tuple(outcome.late))
             mesh, tried = task
             sizes, numbers = counts[mesh]
-            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds, lowers=is_one)
+            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds, alone=is_one)
             answer = outcome.of(solve, sizes)
             at = dataclasses.replace(Layout.of(sizes), microbatches=numbers[tried])
             self._tell(at, answer)
@@ -147,9 +179,7 @@ class Search:
         self._refuse(outcome)
 
     def _refined(self, best: FoundRules, found: Sequence[FoundRules], seconds: float) -> FoundRules:
-        """Returns the quickest of the best meshes by the program that a device runs."""
-        if self.traced.names:
-            return best
+        """Returns the quickest of the best meshes, for each of which more answers are tried."""
         near = sorted(filter(self._fits, found), key=self._rank)
         # The traced program prices layouts of rows at experts too high.
         with_experts = [one for one in near[_MOST_LOWERED:] if one.sizes[EXPERT] > 1]
@@ -158,7 +188,7 @@ class Search:
         for one in near:
             with contextlib.suppress(DoesNotFitError, PartitionError):
                 sizes, parts = dict(one.sizes), one.microbatches
-                answers.append(self.on_mesh(sizes, parts, seconds, lowers=True))
+                answers.append(self.on_mesh(sizes, parts, seconds, alone=True))
                 self._tell(Layout.of(sizes), answers[-1])
         fitting = [one for one in answers if self._fits(one)]
         return min(fitting, key=self._rank, default=best)
@@ -213,11 +243,14 @@ class Search:
         return self._state_bytes(sizes) + saved / layout.num_devices
 
     def _state_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Returns bytes of state that a device holds, in all pieces."""
+        """Returns bytes of state that a device holds at least: in all pieces, but for those over
+        `data`, which cuts optimizer state alone."""
+        kept = self.traced.state_bytes - self.traced.moment_bytes - GRADIENT_BYTES
+        trained = kept + (self.traced.state_bytes - kept) / sizes["data"]
         held = sum(
             t.elements
             * t.copies
-            * (self.traced.state_bytes if t.trained else t.width)
+            * (trained if t.trained else t.width)
             / (sizes[EXPERT] if number in self._experts.dims else 1)
             for number, t in enumerate(self.classes.tensors)
         )
@@ -231,25 +264,26 @@ class Search:
         return least > self.capacity_bytes
 
     def on_mesh(
-        self, sizes: dict[str, int], microbatches: int, seconds: float, *, lowers: bool
+        self, sizes: dict[str, int], microbatches: int, seconds: float, *, alone: bool
     ) -> FoundRules:
         """Returns the rules for one mesh: the quickest of what the integer program finds, and of
-        rules written by hand for the names of the model. `seconds` limits each solution. With
-        `lowers`, the program that a device runs is priced, and more answers."""
+        rules written by hand for the names of the model. `seconds` limits each solution. A
+        mesh that is `alone` gets more answers, and the program that a device runs is priced."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
-        lowers = lowers and not self.traced.names
-        problem = self._problem(self._objective(layout), sizes)
-        best = problem.solution(seconds)
-        own = self._answer("found", problem, best, layout, lowers)
+        lowers = alone and not self.traced.names
+        problem, best, name = self._first(self._objective(layout), layout, sizes, seconds)
+        own = self._answer(name, problem, best, layout, lowers)
         answers = [own]
         for name, solution in self._by_hand(problem, seconds):
             answers.append(self._answer(name, problem, solution, layout, lowers))
-        for name, objective in self._otherwise(problem.objective, layout, own, lowers):
+        for name, objective in self._otherwise(problem.objective, layout, own, alone):
             with contextlib.suppress(DoesNotFitError, PartitionError):
                 other = self._problem(objective, sizes)
                 solution = other.solution(seconds)
                 if solution.seconds < _FAR * best.seconds:
-                    answers.append(self._answer(name, other, solution, layout, lowers))
+                    answer = self._answer(name, other, solution, layout, lowers)
+                    if name not in (_ZERO1, _ZERO2) or answer.named.rules.opt_state is not None:
+                        answers.append(answer)
 
         def rank(answer: _Answer) -> tuple[bool, float]:
             bonus = _BONUS.get(answer.name, 0.0) * own.price.rank
@@ -259,9 +293,9 @@ class Search:
         chosen = ranked[0]
         prices = [answer.price for answer in ranked]
         if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
-            alone = Layout(fsdp=layout.num_devices, microbatches=microbatches)
+            fsdp = Layout(fsdp=layout.num_devices, microbatches=microbatches)
             rules = fsdp_alone(self.traced.module.axes)
-            prices.append(self._price(f"fsdp={layout.num_devices}", rules, alone, lowers))
+            prices.append(self._price(f"fsdp={layout.num_devices}", rules, fsdp, lowers))
         return FoundRules(
             sizes,
             self.cluster.name,
@@ -276,6 +310,39 @@ class Search:
             functools.partial(self.compared, microbatches),
         )
 
+    def _first(
+        self, objective: Objective, layout: Layout, sizes: dict[str, int], seconds: float
+    ) -> tuple[LayoutProblem, Solution, str]:
+        """Returns the best solution, its problem and its name: with optimizer state in the parts of
+        its parameters, or in more if it does not fit so."""
+        problem = self._problem(objective, sizes)
+        try:
+            return problem, problem.solution(seconds), "found"
+        except DoesNotFitError:
+            apart = self._apart(objective, layout)
+            if not apart:
+                raise
+        name, least = apart[-1]
+        problem = self._problem(least, sizes)
+        return problem, problem.solution(seconds), name
+
+    def _apart(self, objective: Objective, layout: Layout) -> list[tuple[str, Objective]]:
+        """Returns objectives with optimizer state in more parts than its parameters, and with
+        gradients in these parts as well, by the names of the presets; none if no mesh axis can cut
+        them so. Gradients that are summed once go straight to the parts that are updated."""
+        axes = tuple(axis for axis in _STATE_AXES if layout.size(axis) > 1)
+        if not axes or self.given is not None:
+            return []
+        moments = self.traced.moment_bytes
+        both = moments + GRADIENT_BYTES
+        cut = functools.partial(dataclasses.replace, objective, state_axes=axes)
+        if layout.microbatches == 1:
+            return [(_ZERO1, cut(apart_bytes=both, gradients_apart=True))]
+        return [
+            (_ZERO1, cut(apart_bytes=moments)),
+            (_ZERO2, cut(apart_bytes=both, gradients_apart=True)),
+        ]
+
     def _problem(self, objective: Objective, sizes: Mapping[str, int]) -> LayoutProblem:
         problem = LayoutProblem(self.classes, objective)
         for other in self.forbidden:
@@ -286,14 +353,20 @@ class Search:
     def _answer(
         self, name: str, problem: LayoutProblem, solution: Solution, layout: Layout, lowers: bool
     ) -> "_Answer":
-        named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
+        cuts = problem.state_cuts if problem.objective.state_axes else None
+        axes = self.traced.module.axes
+        paths, attends = self.traced.paths, self.traced.attends
+        named = named_rules(self.classes, solution, paths, axes, cuts, attends=attends)
+        if layout.microbatches > 1 and problem.objective.gradients_apart:
+            rules = dataclasses.replace(named.rules, gradients=named.rules.opt_state)
+            named = dataclasses.replace(named, rules=rules)
         price = self._price(f"{name}, {layout}", named.rules, layout, lowers)
         sent = self._workload(named.rules, lowers).traffic(layout) if lowers else None
         traffic = predicted_traffic(problem, solution) if sent is None else sent
         return _Answer(name, price, named, solution, problem, traffic)
 
     def _otherwise(
-        self, objective: Objective, layout: Layout, own: "_Answer", lowers: bool
+        self, objective: Objective, layout: Layout, own: "_Answer", alone: bool
     ) -> Iterator[tuple[str, Objective]]:
         """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, and with
         whole sequences, without `tensor`, or with the rows of the batch cut over it as well. On a
@@ -305,6 +378,9 @@ class Search:
         """
         if self.given is not None:
             return
+        lowers = alone and not self.traced.names
+        if alone and not objective.state_axes:
+            yield from self._apart(objective, layout)
         if layout.expert > 1 and lowers:
             yield "whole experts", dataclasses.replace(objective, experts=NONE)
         if layout.tensor == 1:
@@ -316,8 +392,8 @@ class Search:
             links = {a: link for a, link in objective.network.links.items() if a != "tensor"}
             yield "without tensor", dataclasses.replace(objective, network=Network(links))
         else:
-            alone = fsdp_alone(self.traced.module.axes)
-            idle = self._price("idle", alone, layout, lowers)
+            rules = fsdp_alone(self.traced.module.axes)
+            idle = self._price("idle", rules, layout, lowers)
             if own.price.seconds < (1 - _NEAR) * idle.seconds:
                 return
         rows = layout.batch_shards * layout.tensor * layout.microbatches
@@ -376,7 +452,8 @@ class Search:
         wide = jnp.dtype(self.workload.precision.compute).itemsize == 4
         cut = [axis for axis in reversed(AXES) if layout.size(axis) > 1]
         batch = tuple(axis for axis in cut_rows if layout.size(axis) > 1)
-        pinned = {
+        pinned = dict.fromkeys(self._rows.axes, (CONTEXT,)) if layout.context > 1 else {}
+        pinned |= {
             number: batch
             for number, axis in enumerate(self.classes.axes)
             if any(t.pattern.startswith(INPUT) and t.dim == 0 for t in axis.touches)
@@ -401,7 +478,7 @@ class Search:
         with the batch cut alone, over the operands of its products."""
         counted = sum(tensor.saved_bytes for tensor in self.classes.tensors) / layout.batch_shards
         fsdp = layout.fsdp * layout.expert
-        alone = dataclasses.replace(layout, fsdp=fsdp, expert=1, tensor=1)
+        alone = dataclasses.replace(layout, fsdp=fsdp, expert=1, context=1, tensor=1)
         memory = self.workload.peak_memory(alone, self.cluster)
         state = memory.params + memory.gradients + memory.optimizer
         held = memory.total - state - memory.runtime

@@ -11,6 +11,7 @@ from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
+from shardlib.nn.attention.as_one import attention_is_met
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
 from shardlib.plan.workloads.tracing import LossFn, names_met, naming, total_loss
@@ -18,6 +19,8 @@ from shardlib.rules import FSDP, AxisRules
 
 INPUT = "<batch>/"
 """Before the paths of the leaves of a batch."""
+GRADIENT_BYTES = 4
+"""Bytes of an element of a gradient, in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,10 @@ class TracedLoss:
     state_bytes: float
     """Bytes of state for an element of a trained parameter: itself, a float32 gradient and its part
     of the optimizer state."""
+    moment_bytes: float
+    """Bytes of the optimizer state among them."""
+    attends: bool = False
+    """Whether the model calls `attend`, which asks for rules of activations by name."""
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
@@ -92,15 +99,25 @@ def trace_loss(
         paths += [prefix + path for path in leaves]
         kinds.extend("param" if path in module.frozen else kind for path in leaves)
     frozen = [at for at, path in enumerate(paths) if path in module.frozen]
-    optimizer_bytes = sum(map(num_bytes, jax.tree.leaves(jax.eval_shape(optimizer.init, params))))
-    leaves = jax.tree.leaves(params)
-    elements = sum(leaf.size for leaf in leaves)
-    held = sum(map(num_bytes, leaves)) + optimizer_bytes
-    state_bytes = held / elements + 4
+    moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
+    state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
     program = TracedAxes(closed, kinds, names, frozen)
     return TracedLoss(
-        module, frozenset(met), program, tuple(paths), params, model_state, state_bytes
+        module,
+        frozenset(met),
+        program,
+        tuple(paths),
+        params,
+        model_state,
+        state_bytes,
+        moment_bytes,
+        attention_is_met(),
     )
+
+
+def _bytes_of(tree: PyTree, params: PyTree) -> float:
+    """Returns the bytes of a tree for an element of the parameters."""
+    return sum(map(num_bytes, jax.tree.leaves(tree))) / sum(x.size for x in jax.tree.leaves(params))
 
 
 def _check(batch: PyTree) -> None:

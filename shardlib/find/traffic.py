@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from shardlib.cost.layout import AXES
 from shardlib.cost.machine.fabric import sent_share
+from shardlib.find.context import CONTEXT, exchanges
 from shardlib.find.equivalence import Edge, OperationClass
 from shardlib.find.moves import Kind
 from shardlib.find.problem import LayoutProblem, Solution
@@ -22,10 +23,27 @@ def predicted_traffic(problem: LayoutProblem, solution: Solution) -> Traffic:
         for position, edge in enumerate(operation.edges):
             is_result = position >= len(operation.operands)
             for kind, axes, num_bytes in _moves(problem, solution, operation, cut, edge, is_result):
-                named = tuple(axis for axis in AXES if axis in axes)
-                share = sent_share(kind, problem.network.degree(axes))
-                sent[kind.replace("_", "-"), named] += share * num_bytes
+                _add(sent, problem, kind, axes, num_bytes)
+        for kind, num_bytes in exchanges(problem.classes, operation, cut, problem.network):
+            _add(sent, problem, kind, frozenset((CONTEXT,)), operation.times * num_bytes)
     return dict(sent)
+
+
+def _add(
+    sent: dict[tuple[str, tuple[str, ...]], float],
+    problem: LayoutProblem,
+    kind: Kind,
+    axes: frozenset[str],
+    num_bytes: float,
+) -> None:
+    """Adds what a device sends in a collective."""
+    share = sent_share(kind, problem.network.degree(axes))
+    sent[collective_name(kind), tuple(a for a in AXES if a in axes)] += share * num_bytes
+
+
+def collective_name(kind: str) -> str:
+    """Returns the name of a collective in a compiled program."""
+    return "collective-permute" if kind == "shift" else kind.replace("_", "-")
 
 
 def _moves(

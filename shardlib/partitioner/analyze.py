@@ -47,6 +47,7 @@ from shardlib.partitioner.layout import (
     whole,
 )
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
+from shardlib.partitioner.regions import body_of, is_region, region_layouts
 
 _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "run_state"})
 # A parameter that is only cast, transposed or named keeps its storage layout.
@@ -62,15 +63,18 @@ _KEEPS_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "co
 class Analysis:
     """The layouts of one program on one mesh. `batch_axes` cut the batch: parameters are gathered
     over them where they are used, as ZeRO-3 does (Rajbhandari et al. 2020, section 5.3). `planned`
-    are dims wanted for values of the flat programs."""
+    are dims wanted for values of the flat programs. A program `of_device` is written for one device
+    already, and runs as it is."""
 
     def __init__(
         self,
         sizes: Sizes,
         batch_axes: Sequence[str],
         planned: Mapping[Value, Dims] | None = None,
+        *,
+        of_device: bool = False,
     ):
-        self.sizes = sizes
+        self.sizes, self.of_device = sizes, of_device
         self.planned = planned or {}
         self.batch_axes = frozenset(batch_axes)
         self._programs: dict[tuple, PartitionedProgram] = {}
@@ -161,7 +165,9 @@ class LayoutWalk:
 
     def _step(self, operation: Operation, ins: list[ValueLayout]) -> Step:
         name = operation.name
-        if is_unsupported(operation):
+        if is_region(operation):
+            return self._region(operation, ins)
+        if is_unsupported(operation) and not self.analysis.of_device:
             raise _refusal(name, operation)
         if name in REMAT:
             return _again(self, operation, ins)
@@ -294,12 +300,22 @@ class LayoutWalk:
         result = ValueLayout(dims_of(factors.results[0], cut), stored=True)
         return Step(operation, (operand,), (result,), cut, factors)
 
+    def _region(self, operation: Operation, ins: list[ValueLayout]) -> Step:
+        """Returns the step of a manual region, whose body runs on shards as it is."""
+        operands, results = region_layouts(operation, self.sizes)
+        body, moved = body_of(operation), self._moved(operation, ins, operands)
+        inside = [whole(len(array_of(v).shape)) for v in (*body.constvars, *body.invars)]
+        device = Analysis(self.sizes, (), of_device=True)
+        program = device.program(body, inside, [None] * len(body.outvars))
+        return Step(operation, operands, results, bodies=(program,), moved_bytes=moved)
+
     def _whole(self, operation: Operation, ins: list[ValueLayout]) -> Step:
         """Returns the step of an unknown operation, which every device computes whole."""
         operands = tuple(whole(len(v.aval.shape)) for v in operation.invars)
         results = tuple(whole(len(v.aval.shape)) for v in operation.outvars)
         moved = self._moved(operation, ins, operands)
-        return Step(operation, operands, results, moved_bytes=moved, is_whole=True)
+        is_whole = not self.analysis.of_device
+        return Step(operation, operands, results, moved_bytes=moved, is_whole=is_whole)
 
     def _constraint(self, operation: Operation, layout: ValueLayout) -> Step:
         """Returns the step of a user's constraint; unconstrained dims keep their axes."""

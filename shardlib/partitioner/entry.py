@@ -17,11 +17,12 @@ from shardlib.errors import ModelError, PartitionError, RuleError, did_you_mean
 from shardlib.garbage import garbage_left
 from shardlib.jaxprs import REMAT, Operation, Value, flatten, subprograms
 from shardlib.mesh import entry_axes
-from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
+from shardlib.partitioner import attention, indexing, products, reductions, shapes  # noqa: F401
 from shardlib.partitioner.analyze import Analysis, is_unsupported
 from shardlib.partitioner.layout import Dims, Sizes, ValueLayout, from_spec
 from shardlib.partitioner.lower import Lowering, Shard
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
+from shardlib.partitioner.regions import is_region
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import Scope, active_or, manual_axes, platform
 
@@ -205,10 +206,10 @@ def who_partitions(
 ) -> tuple[Partition, PartitionedFunction | None]:
     """Returns the partitioner of a function, and the function's layouts if it is shardlib.
 
-    XLA partitions functions with operations that shardlib cannot partition, and functions whose
-    constraints decide all layouts. In the latter no product of the forward pass has to move an
-    activation, the operands and results of every product are cut alike, and a partitioner has
-    nothing to choose.
+    XLA partitions functions with operations that shardlib cannot partition, or with constraints
+    around manual regions, and functions whose constraints decide all layouts. In the latter no
+    product of the forward pass has to move an activation, the operands and results of every product
+    are cut alike, and a partitioner has nothing to choose.
 
     Args:
         traced: The function.
@@ -217,15 +218,15 @@ def who_partitions(
             function belong to the model.
     """
     every = list(operations(traced.closed.jaxpr))
-    refused = next(filter(is_unsupported, every), None)
-    if refused is not None:
+    if constrains is None:
+        constrains = any(operation.name == "sharding_constraint" for operation in every)
+    refused = (o for o in every if is_unsupported(o) and (constrains or not is_region(o)))
+    if (refused := next(refused, None)) is not None:
         return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}"), None
     try:
         analyzed = analyze()
     except PartitionError as error:
         return Partition("XLA", str(error).partition("\n")[0]), None
-    if constrains is None:
-        constrains = any(operation.name == "sharding_constraint" for operation in every)
     none = "the model constrains no activation"
     why = next(_open(analyzed.program), None) if constrains else none
     if why is None:

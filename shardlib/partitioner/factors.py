@@ -10,7 +10,7 @@ terms of a sum. A dim without a factor must be whole. Shardy describes operation
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 import jax
@@ -73,6 +73,8 @@ class Factors:
     """Contracted factors, and the reduction that combines the pieces of the results."""
     flops: float = 0.0
     linear: Linear = "no"
+    what: Hashable = None
+    """What an opaque operation stands for."""
     local: Local | None = None
     """`local(operation, operands, piece)` computes a piece of the results from pieces of the
     operands; None binds the operation unchanged."""

@@ -15,6 +15,7 @@ from shardlib.jaxprs import REMAT, Atom, Value, array_of, is_literal, scan_parts
 from shardlib.partitioner.factors import COLLECTIVES, Arrays, DevicePiece, bind, dims_of
 from shardlib.partitioner.layout import Sizes, ValueLayout, made, move, moved_bytes, whole
 from shardlib.partitioner.program import PartitionedProgram, Step
+from shardlib.partitioner.regions import REGION
 from shardlib.sharding.across_devices import Extreme, extreme
 
 Collective = Callable[[jax.Array], jax.Array]
@@ -107,8 +108,9 @@ class Lowering:
         if step.made:
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
-        if name in ("scan", "while", "cond"):
-            loop = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
+        if name in ("scan", "while", "cond", REGION):
+            loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
+            loop = loops.get(name, self._region)
             return _values(step.results, self._in_order(functools.partial(loop, step), shards))
         if name == "sharding_constraint":
             return _values(step.results, shards)
@@ -159,6 +161,11 @@ class Lowering:
         return Shard(step.results[number], make=make)
 
     # -- programs within
+
+    def _region(self, step: Step, shards: list[jax.Array]) -> Arrays:
+        """Returns the results of a manual region, whose body each device runs."""
+        (body,) = step.bodies
+        return self._body(body, (), shards, body.outputs)
 
     def _again(self, step: Step, ins: list[Shard]) -> list[Shard]:
         """Recomputes values that were not saved, behind a barrier against reuse of the first."""

@@ -243,6 +243,39 @@ def test_source_lines_survive(mesh):
     assert __file__.rsplit("/", 1)[-1] in text
 
 
+def test_manual_regions_run_as_they_are(mesh):
+    """A loop in the region sends pieces of the rows around a ring; what is whole in it is summed
+    backward."""
+
+    def on_device(x, w):
+        def hop(carry, _):
+            total, x = carry
+            x = lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
+            return (total + jnp.tanh(x @ w), x), None
+
+        return lax.scan(hop, (jnp.tanh(x @ w), x), length=1)[0][0]
+
+    def fn(x, v, w):
+        rows = P(("data", "tensor"), None)
+        region = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(rows, P()),
+            out_specs=rows,
+            axis_names={"data", "tensor"},
+            check_vma=False,
+        )
+        return region(x @ v, w) @ w
+
+    args = numbers(16, 8), numbers(8, 16), numbers(16, 16)
+    specs = P(BATCH), P(None, "tensor"), P("fsdp", "tensor")
+    with sl.use(mesh, sl.rules.STANDARD):
+        want = jax.jit(gradient(fn, 3))(*args)
+        got = jax.jit(partitioned(gradient(fn, 3), specs))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 def test_refusals(mesh):
     def region(x):
         return jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=P(), out_specs=P())(x)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from shardlib.cost.costs import CollectiveCost, Costs, Pass, Window, Work, pass_of
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.kernels import FLASH_TIMES, FusedAttention, Product, Stream
+from shardlib.cost.traced.attention import attention_flops, description
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
 from shardlib.cost.traced.primitives import keeps_summands, results
@@ -24,6 +25,7 @@ from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 from shardlib.nn.attention.stand_in import Kernel, is_repeated, kernel_of
+from shardlib.sharding.shared_rows import OPAQUE
 
 _EXPONENTIALS = frozenset(
     (
@@ -132,7 +134,11 @@ def _collectives(
     `late` wait for the end of a step, and are separate from those over other axes.
     """
     axes = tuple(axis for axis in AXES if axis in moved.axes)
-    if not moved.of_param:
+    if moved.kind == "shift":  # of keys and values, while tiles of attention are computed
+        yield CollectiveCost(
+            axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", "attention"
+        )
+    elif not moved.of_param:
         size = moved.num_bytes
         collective = CollectiveCost(
             axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers"
@@ -224,6 +230,8 @@ class _Run:
             if not keeps_summands(operation, ins):
                 ins = self._settled(operation, ins)
             outs = self._results(index, operation, ins, stack)
+            if operation.name == OPAQUE:
+                self._attend(operation, outs[0])
         self.env.update(zip(operation.outvars, outs, strict=True))
         if operation.name in _EXPONENTIALS:
             (made,) = operation.outvars
@@ -237,6 +245,12 @@ class _Run:
             self.costs.products[self.during, made] += 1
         elif not is_repeated(stack):
             self.costs.attended[self.during, kernel] += made.flops  # type: ignore[assignment]
+
+    def _attend(self, operation: Operation, out: ValueSharding) -> None:
+        """Counts attention that is one operation."""
+        if (what := description(operation)) is not None:
+            flops = attention_flops(self.spread, operation, out)
+            self.costs.attended[self.during, what.kernel] += flops  # type: ignore[assignment]
 
     def _results(
         self, index: int, operation: Operation, ins: list[ValueSharding], stack: str

@@ -16,6 +16,7 @@ from shardlib.cost.traced.primitives import COLLECTIVES, REDUCTIONS
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.jaxprs import FlatProgram, Operation, array_of, is_literal
 from shardlib.nn.attention.stand_in import kernel_of
+from shardlib.sharding.shared_rows import OPAQUE
 
 LOOPS = frozenset(("scan", "while", "cond"))
 """Operations that run an inner program."""
@@ -27,7 +28,7 @@ _FREE = frozenset(
     )
 )
 """Operations that are recomputed wherever their result is read instead of being written."""
-_COUNTED = PRODUCTS | LOOPS | COLLECTIVES.keys()
+_COUNTED = PRODUCTS | LOOPS | COLLECTIVES.keys() | {OPAQUE}
 """Operations whose bytes are counted elsewhere."""
 _SOLID = _COUNTED | frozenset(
     (

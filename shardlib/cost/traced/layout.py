@@ -72,7 +72,7 @@ class Moved:
     """One collective per iteration of its loops."""
 
     kind: str
-    """`all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`."""
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `shift`."""
     axes: Axes
     num_bytes: float
     """Bytes of the array that is gathered or summed, per group of devices."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from shardlib.cost.traced.attention import attended
 from shardlib.cost.traced.layout import (
     MICRO,
     Aval,
@@ -23,6 +24,7 @@ from shardlib.cost.traced.layout import (
     reshaped,
 )
 from shardlib.jaxprs import equations
+from shardlib.sharding.shared_rows import OPAQUE
 
 Laids = list[ValueSharding]
 Rule = Callable[[Spreading, Equation, Laids], Laids]
@@ -354,6 +356,7 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _scatter),
     "sharding_constraint": _constraint,
+    OPAQUE: attended,
     **COLLECTIVES,
 }
 """Layout rules of the primitives that are not elementwise."""

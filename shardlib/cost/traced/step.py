@@ -99,8 +99,11 @@ class TracedStep:
         self, layout: Layout, parts: float, platform: str | None = None
     ) -> tuple[Tally, Tally]:
         """Returns the costs of one device of a platform for a microbatch, which is one of `parts`
-        equal parts of the traced batch, and for the update after it."""
-        microbatch = self._summed(layout.sizes, layout.zero, parts, platform)
+        equal parts of the traced batch, and for the update after it. Gradients that are summed once
+        go straight to the parts that are updated, if the rules cut optimizer state otherwise."""
+        straight = layout.microbatches == 1 and self.rules.opt_state is not None
+        wanted = "updates" if straight else "gradients"
+        microbatch = self._summed(layout.sizes, layout.zero, parts, platform, wanted)
         return microbatch, self.update_costs(layout)
 
     def update_costs(self, layout: Layout) -> Tally:
@@ -188,11 +191,13 @@ class TracedStep:
         outs, costs = walk.run(jaxpr, (*constants, *laids), apart=len(params))
         return outs[: len(params)], costs
 
-    def _sum(self, degrees: Mesh, zero: int, parts: float, platform: str | None) -> Tally:
-        """Returns the costs of `_walk` with the gradient sums. `zero` 1 and 2 differ only in
-        them."""
+    def _sum(
+        self, degrees: Mesh, zero: int, parts: float, platform: str | None, section: str
+    ) -> Tally:
+        """Returns the costs of `_walk` with the gradient sums to the placements of a section.
+        `zero` 1 and 2 differ only in them."""
         outs, costs = self._walked(degrees, max(zero, 2), parts, platform)
-        wanted = self._placed(degrees, zero)["gradients"]
+        wanted = self._placed(degrees, zero)[section]
         leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
         summed = dataclasses.replace(costs, moved=costs.moved.copy())
         _relay(summed, "backward", self._on(degrees, parts), leaves, outs, wanted)

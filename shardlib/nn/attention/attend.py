@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float, Int
 
 from shardlib.errors import ModelError
+from shardlib.nn.attention.as_one import as_one
 from shardlib.nn.attention.backends import Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments, blockwise
 from shardlib.nn.attention.gather import gathered_attention
@@ -87,7 +88,7 @@ def attend(
         lengths = (query.shape[1], key.shape[1])
         at, kv_at = map(places, lengths, (positions, kv_positions), segments)
         return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)
-    return _by_plan(plan, backend, mask, query, key, value, segments, sinks)
+    return _by_plan(plan, backend, context, mask, query, key, value, segments, sinks)
 
 
 def _planned(
@@ -192,6 +193,7 @@ def _check_options(
 def _by_plan(
     plan: ContextPlan,
     backend: Backend,
+    context: ContextMethod,
     mask: Mask,
     query: jax.Array,
     key: jax.Array,
@@ -202,6 +204,9 @@ def _by_plan(
     arrays = (query, key, value, segments, sinks)
     if is_plain():
         return _in_proof(plan, mask, *arrays)
+    one = as_one(*arrays, mask=mask, backend=backend, context=context)
+    if one is not None:
+        return one
     if plan.method in ("ring", "gather"):
         shared = ring_attention if plan.method == "ring" else gathered_attention
         share = functools.partial(shared, mask=mask, order=plan.order)

@@ -20,7 +20,8 @@ from shardlib.sharding.shared_rows import proof_scope, row_parts
 
 ContextMethod = Literal["auto", "ring", "gather", "ulysses"]
 
-_WHOLE_ROWS = ("xla", "cudnn", "splash")
+WHOLE_ROWS = ("xla", "cudnn", "splash")
+"""Backends that compute whole rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _method(
 ) -> tuple[Literal["ring", "gather", "ulysses"], str]:
     if context != "auto":
         return context, "asked for"
-    if backend in _WHOLE_ROWS:
+    if backend in WHOLE_ROWS:
         return "ulysses", f"the backend {backend} needs whole rows"
     if _stages(scope) > 1:
         return "gather", "the hops of a ring would make idle pipeline stages take part"
@@ -187,7 +188,7 @@ def _faults(
         if order == "zigzag" and here % 2:
             faults.append(f"a shard of {here} positions cannot be halved for zig-zag order")
         return faults
-    if backend in _WHOLE_ROWS:
+    if backend in WHOLE_ROWS:
         faults.append(f"{method} computes in tiles, but the backend {backend} needs whole rows")
     if ring_tile(order, here) is None:
         half = "" if order == "contiguous" else "half of "

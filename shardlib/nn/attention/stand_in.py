@@ -44,10 +44,15 @@ def stand_in(
     """Returns attention as by the kernel `backend`, written out and marked. As with the kernels,
     the operands alone are kept for the backward pass, and the result if a remat policy says so. The
     mask that packed documents need on GPUs is not counted."""
-    block = block_size(query.shape[1]) if backend == "splash" else _CUDNN_BLOCK
-    kernel = Kernel(_share(mask, query.shape[1], key.shape[1], block), query.shape[-1])
+    kernel = kernel_for(backend, mask, query, key)
     with jax.named_scope(_name(kernel)):
         return tag(_marked(mask, kernel, query, key, value, segments), ATTENDED)
+
+
+def kernel_for(backend: str, mask: Mask, query: jax.Array, key: jax.Array) -> Kernel:
+    """Returns the kernel by which `backend` computes attention."""
+    block = block_size(query.shape[1]) if backend == "splash" else _CUDNN_BLOCK
+    return Kernel(_share(mask, query.shape[1], key.shape[1], block), query.shape[-1])
 
 
 def kernel_of(stack: str) -> Kernel | None:

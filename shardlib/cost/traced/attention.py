@@ -1,0 +1,109 @@
+"""Attention that is traced as one operation, on one device of a mesh."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from shardlib.cost.traced.layout import (
+    MICRO,
+    Axes,
+    Equation,
+    Spec,
+    Spreading,
+    ValueSharding,
+    nbytes,
+)
+from shardlib.nn.attention.as_one import RowAttention
+from shardlib.nn.attention.order import AXIS, hops
+
+Laids = list[ValueSharding]
+_FLOAT32 = 4
+Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "shift"]
+
+
+def description(equation: Equation) -> RowAttention | None:
+    """Returns what an opaque operation stands for, if that is attention."""
+    what = equation.params["what"][0]
+    return what if isinstance(what, RowAttention) else None
+
+
+def attended(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+    """Returns the layouts of the results, and records what devices send: operands in other layouts,
+    and keys and values along `context`.
+
+    Rows and heads stay cut, and positions along `context` alone. Heads are cut only if key-value
+    heads are.
+    """
+    query, key = (_cut(laid.spec) for laid in laids[:2])
+    heads = query[2] if query[2] == key[2] else ()
+    wanted = query[0], query[1], heads
+    for var, laid in zip(equation.invars, laids, strict=True):
+        spread.relaid(var.aval, laid, _spec(wanted, len(var.aval.shape)))
+    what = description(equation)
+    if what is not None:
+        _exchange(spread, equation, what, _spec(wanted, 4))
+    return [ValueSharding(_spec(wanted, len(v.aval.shape))) for v in equation.outvars]
+
+
+def attention_flops(spread: Spreading, equation: Equation, out: ValueSharding) -> float:
+    """Returns the FLOPs of one device for all pairs of its rows: of two products, or of the four
+    gradients of these. Positions in zig-zag order balance what a mask leaves of them."""
+    query, key, value = (var.aval.shape for var in equation.invars[:3])
+    pairs = zip(query[:3], out.spec[:3], strict=True)
+    rows, length, heads = (size / spread.shards(axes) for size, axes in pairs)
+    what = description(equation)
+    length *= what.length if what else key[1]
+    products = 2 if equation.params["linear"] else 1
+    return 2.0 * rows * length * heads * (query[3] + value[3]) * products
+
+
+def _exchange(spread: Spreading, equation: Equation, what: RowAttention, spec: Spec) -> None:
+    """Records what the devices that share a row send each other."""
+    arrays = [var.aval for var in equation.invars[:3]]
+    parts = spread.shards(tuple(axis for axes in spec for axis in axes))
+    held = [nbytes(x) / parts for x in arrays]
+    shards = round(what.length / arrays[0].shape[1] * spread.shards(spec[1]))
+    width, is_gradient = arrays[1].dtype.itemsize, equation.params["linear"]
+    for kind, num_bytes in exchanged(what, shards, held, width, is_gradient=is_gradient):
+        spread.send(kind, (AXIS,), num_bytes)
+
+
+def exchanged(
+    what: RowAttention, shards: int, held: Sequence[float], width: int, *, is_gradient: bool
+) -> Iterator[tuple[Kind, float]]:
+    """Yields the collectives along `context` of attention or of its gradient, and their bytes as in
+    `Link.seconds`.
+
+    Args:
+        what: The attention.
+        shards: The devices that share a row.
+        held: Bytes of the query, the keys and the values on a device.
+        width: Bytes of an element of the keys.
+        is_gradient: Whether it is the gradient, which computes the scores again.
+    """
+    query, shared = held[0], held[1] + held[2]
+    gradients = shared / width * _FLOAT32
+    if shards == 1:
+        return
+    if what.method == "ulysses":
+        # Query, keys, values and the result; backward these, and the gradients of the first three.
+        yield "all_to_all", (2 if is_gradient else 1) * (query + shared) + query
+    elif what.method == "gather":
+        yield "all_gather", shards * shared
+        if is_gradient:
+            yield "reduce_scatter", shards * gradients
+    else:
+        for _ in range(hops("contiguous", what.mask, shards, what.length // shards)):
+            yield "shift", shared + (gradients if is_gradient else 0.0)
+        if is_gradient:
+            yield "shift", gradients
+
+
+def _cut(spec: Spec) -> tuple[Axes, Axes, Axes]:
+    """Returns the mesh axes that may cut rows, positions and heads."""
+    return spec[0], tuple(axis for axis in spec[1] if axis in (AXIS, MICRO)), spec[2]
+
+
+def _spec(cut: tuple[Axes, Axes, Axes], rank: int) -> Spec:
+    """Returns the layout of an array of heads, of segment ids, or of sinks."""
+    rows, length, heads = cut
+    return {4: (rows, length, heads, ()), 2: (rows, length), 1: (heads,)}[rank]

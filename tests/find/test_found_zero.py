@@ -1,0 +1,113 @@
+"""Optimizer state is cut further than its parameters where that is worth it."""
+
+import functools
+
+import optax
+import pytest
+from unannotated_lm import LM, batch, loss, shapes
+
+import shardlib as sl
+from shardlib.errors import DoesNotFitError
+from shardlib.registry import DataSpec
+from shardlib.rules import from_yaml, to_yaml
+from shardlib_models.transformer import FAMILY
+from shardlib_models.transformer_config import TransformerConfig
+
+ADAM = optax.adamw(1e-3)
+NAMED = functools.partial(FAMILY.loss, train=True)
+ELEMENTS = 2 * 12 * 2048**2 + 2 * 512 * 2048
+"""Of the matrices of `large`."""
+
+
+def large(rngs):
+    return LM(rngs, dim=2048, heads=16)
+
+
+def named(rngs, dim=2048):
+    sizes = {"embed_dim": dim, "num_heads": 16, "num_kv_heads": 16, "mlp_dim": 4 * dim}
+    config = TransformerConfig(num_layers=2, **sizes)
+    return FAMILY.make(config, DataSpec(vocab_size=512, sequence_length=512), rngs)
+
+
+def memory(element_bytes):
+    """Bytes of a device, of which a GPU's runtime takes 2e9. An element of a parameter has 16 bytes
+    of state, or 5.5 if gradients and moments are in eighths, and a copy in bfloat16."""
+    return 2e9 + element_bytes * ELEMENTS
+
+
+def find(make=large, rows=64, length=512, **options):
+    options = {"loss": loss, "optimizer": ADAM, "on": "8xh100", "mesh": "data=8"} | options
+    return sl.find_rules(make, batch=shapes(rows, length), **options)
+
+
+def cut(rules):
+    """The mesh axes of each name of parameters that is cut."""
+    return {name: cuts[0] for name, cuts in rules.params if cuts[0]}
+
+
+def test_the_state_is_cut_where_parameters_fit_and_it_does_not():
+    """ZeRO stage 1: Rajbhandari et al. 2020, section 5.1."""
+    found = find(rows=8, length=32, memory_bytes=memory(13))
+    assert not cut(found.rules)
+    assert dict(found.rules.activations)["batch"] == (("data",),)
+    assert found.rules.gradients is None
+    assert found.rules.opt_state is not None
+    assert cut(found.rules.opt_state) == {"embed": ("data",)}
+    assert found.prices[0].name == "zero1, data=8"
+    assert found.prices[0].memory_bytes <= memory(13)
+    assert "optimizer state is in more parts" in str(found)
+    assert from_yaml(to_yaml(found.rules)) == found.rules
+    with pytest.raises(DoesNotFitError):
+        find(rows=8, length=32, memory_bytes=memory(4))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(("make", "of"), [(large, loss), (named, NAMED)], ids=["plain", "named"])
+def test_parameters_are_not_gathered_in_many_microbatches(make, of):
+    """Stage 2: parameters are gathered once a step, and gradients go straight to their parts."""
+    found = find(make, 128, loss=of, mesh="fsdp=8", microbatches=16)
+    assert found.rules.gradients == found.rules.opt_state is not None
+    assert not cut(found.rules)
+    assert set(cut(found.rules.opt_state).values()) == {("fsdp",)}
+    assert "gradients and optimizer state are in more parts" in str(found)
+    assert found.prices[0].seconds < found.prices[-1].seconds
+    assert from_yaml(to_yaml(found.rules)) == found.rules
+
+
+def test_small_parameters_keep_their_state_whole():
+    found = find(memory_bytes=memory(13), rows=8, length=32)
+    paths = dict(found.rules.paths)
+    state = dict(found.rules.opt_state.params)
+    assert not any(state[name][0] for name in paths["norm/scale"])
+    assert any(state[name][0] for name in paths["head/kernel"])
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "options"),
+    [
+        ("data=8", 1, {"rows": 8, "length": 32, "memory_bytes": memory(13)}),
+        ("data=2,fsdp=4", 4, {"rows": 128}),
+    ],
+    ids=["stage 1", "stage 2"],
+)
+def test_they_train_as_one_device(mesh, microbatches, options):
+    found = find(mesh=mesh, microbatches=microbatches, **options)
+    assert (found.rules.opt_state is None, found.rules.gradients is None) == (
+        False,
+        microbatches == 1,
+    )
+    rules = found.rules.at_other_sizes()
+    options = {"rules": rules, "optimizer": ADAM, "microbatches": microbatches}
+    sl.testing.assert_equivalent(LM, loss, batch(32), [mesh], **options)
+
+
+@pytest.mark.mesh
+def test_traffic_is_that_of_the_compiled_program():
+    found = find(rows=8, memory_bytes=memory(14), precision="f32")
+    assert found.rules.opt_state is not None
+    with sl.use(sl.make_mesh("data=8"), found.rules):
+        state = sl.abstract_state(large, ADAM)
+        report = sl.explain(sl.make_train_step(loss), state, shapes(8, 512))
+    compiled = sum(one.folded_bytes for one in report.collectives)
+    assert sum(found.traffic.values()) == pytest.approx(compiled, rel=0.15)
