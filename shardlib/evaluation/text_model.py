@@ -62,6 +62,9 @@ class TextModel:
     """The token before the first one of a text."""
     framing: Literal["prefix", "file"] = "prefix"
     """What stands around a text: `prefix` before it, or what the tokenizer's file says."""
+    prompt_tokens: Callable[[str], list[int]] | None = None
+    """Returns the tokens of a prompt as its data has them, in place of `framing`; None for models
+    that continue texts."""
     ends: frozenset[int] = frozenset()
     """Tokens that end what the model writes, besides the tokenizer's end of a text."""
     template: Callable[[], ChatTemplate] | None = None
@@ -87,6 +90,8 @@ class TextModel:
 
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a text with what stands around it."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens(text)
         if self.framing == "prefix":
             return [self.prefix, *self.tokenizer.encode(text)]
         if isinstance(self.tokenizer, JsonTokenizer):

@@ -16,6 +16,7 @@ from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.errors import ConfigError, ModelError
 from shardlib.evaluation import TextModel
 from shardlib.mesh import make_mesh
+from shardlib.registry import PAIRS
 from shardlib.rules import STANDARD
 from shardlib.run.restore_model import restore_model
 from shardlib.run.setup import open_source
@@ -118,6 +119,9 @@ def _of_run(
         first[0] if first else tokenizer.eot,
         framing="file" if frames else "prefix",
         template=template,
+        prompt_tokens=functools.partial(data.prompt_tokens, tokenizer=tokenizer)
+        if data.gives == PAIRS.name
+        else None,
     )
 
 

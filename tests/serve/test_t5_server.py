@@ -1,12 +1,18 @@
 """A server of T5, by the official client."""
 
+import functools
+
 import openai
 import pytest
 from byte_decoder import SPEAKER, TEXT, serving
 from flax import nnx
 
+from shardlib.data.instruct.config import PairData
 from shardlib.engine import Engine
+from shardlib.errors import ModelError
+from shardlib.evaluation import TextModel
 from shardlib.registry import DataSpec
+from shardlib.serve.open_model import ServedTexts
 from shardlib_models.t5 import FAMILY
 from shardlib_models.t5_config import T5Config
 
@@ -45,3 +51,14 @@ def test_the_official_client_gets_answers_of_t5():
         with pytest.raises(openai.BadRequestError, match="no embeddings"):
             client.embeddings.create(model="tiny", input="one")
         assert service.thread.stats.num_running == 0
+
+
+def test_prompts_of_a_run_have_the_tokens_of_its_data():
+    served = ServedT5()
+    model = TextModel(
+        served.model, FAMILY, TEXT, None, 64, TEXT.eot,
+        prompt_tokens=functools.partial(PairData().prompt_tokens, tokenizer=TEXT),
+    )  # fmt: skip
+    assert ServedTexts.of(model).encode("a") == [97, TEXT.eot]
+    with pytest.raises(ModelError, match=r"not a language model that continues.*\n  Evaluate"):
+        model.scores([[1, 2]])
