@@ -97,7 +97,7 @@ def check_options(servable: Servable, **options: Any) -> None:
     if family.encoding is not None and family.decoding is not None:
         foreign, what = {"pooling", "adapters"}, "an encoder with a decoder"
     elif family.encoding is not None:
-        foreign, what = options.keys() - {"pooling"}, "an encoder, which writes no text"
+        foreign, what = options.keys() - {"pooling"}, "an encoder and writes no text"
     wrong = [
         f"{name}={value!r}"
         for name, value in options.items()
@@ -106,7 +106,7 @@ def check_options(servable: Servable, **options: Any) -> None:
     if wrong:
         raise ModelError(
             f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
-            "  Leave it out."
+            f"  Leave {'it' if len(wrong) == 1 else 'them'} out."
         )
 
 

@@ -126,7 +126,7 @@ def test_a_text_that_was_cancelled_or_is_late_leaves_nothing(served):
 
 
 OTHERS = [
-    ({"speculate": 4, "cache": "int8"}, "speculate=4, cache='int8' .*BertMaskedLM.*an encoder"),
+    ({"speculate": 4, "cache": "int8"}, "cache='int8', speculate=4 .*BertMaskedLM.*an encoder"),
     ({"page_size": 32, "prefix_cache": False}, "page_size=32, prefix_cache=False"),
     ({"pooling": "meen"}, "pooling is 'meen'. Did you mean 'mean'"),
     ({"context": 500}, "context=500, but the model has at most 192"),

@@ -21,8 +21,6 @@ from shardlib.testing import assert_collectives
 QUICK = {
     "transformer fsdp=8",
     "transformer tensor=8",
-    "transformer context=8",
-    "transformer expert=8",
     "transformer stage=2,data=2x2 2 microbatches no dropout, hops",
 }
 # Slow, or what other cases cover too: see the tests below.

@@ -140,6 +140,7 @@ def test_a_plan_says_that_products_in_8_bits_are_not_priced(file):
 ADAPTERS = "finetune={rank: 4, targets: ['**/attention/*', '**/mlp/*']}"
 
 
+@pytest.mark.mesh
 def test_frozen_weights_are_planned_without_gradients(file):
     config = load(RunConfig, file, [ADAPTERS, "model.attention=xla"])
     _, workload = workload_of(config)
