@@ -47,7 +47,7 @@ from shardlib.partitioner.layout import (
     whole,
 )
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
-from shardlib.partitioner.regions import body_of, is_region, region_layouts
+from shardlib.partitioner.regions import body_of, is_region, region_fault, region_layouts
 
 _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "run_state"})
 # A parameter that is only cast, transposed or named keeps its storage layout.
@@ -166,6 +166,8 @@ class LayoutWalk:
     def _step(self, operation: Operation, ins: list[ValueLayout]) -> Step:
         name = operation.name
         if is_region(operation):
+            if (fault := region_fault(operation, self.sizes)) is not None:
+                raise _refusal(fault, operation)
             return self._region(operation, ins)
         if is_unsupported(operation) and not self.analysis.of_device:
             raise _refusal(name, operation)

@@ -108,14 +108,18 @@ class Lowering:
         if step.made:
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
-        if name in ("scan", "while", "cond", REGION):
-            loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
-            loop = loops.get(name, self._region)
+        if name == REGION:
+            return _values(step.results, self._region(step, shards))
+        if name in ("scan", "while", "cond"):
+            loop = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
             return _values(step.results, self._in_order(functools.partial(loop, step), shards))
         if name == "sharding_constraint":
             return _values(step.results, shards)
         if step.factors is None:
-            return _values(step.results, bind(operation, shards))
+            run = functools.partial(bind, operation)
+            sends = "axis_name" in operation.params and len(shards) > 0
+            made = self._order.send_all(shards, run) if self._order and sends else run(shards)
+            return _values(step.results, made)
         return _values(step.results, self._operation(step, shards))
 
     def _operation(self, step: Step, shards: Arrays) -> Arrays:
@@ -165,7 +169,8 @@ class Lowering:
     def _region(self, step: Step, shards: list[jax.Array]) -> Arrays:
         """Returns the results of a manual region, whose body each device runs."""
         (body,) = step.bodies
-        return self._body(body, (), shards, body.outputs)
+        run = lambda shards: self._body(body, (), shards, body.outputs)  # noqa: E731
+        return run(shards) if self._order is None else self._order.region(shards, run)
 
     def _again(self, step: Step, ins: list[Shard]) -> list[Shard]:
         """Recomputes values that were not saved, behind a barrier against reuse of the first."""
@@ -273,14 +278,27 @@ class CollectiveOrder:
 
     def loop(self, operands: Arrays, run: Callable[[list[jax.Array]], Arrays]) -> Arrays:
         """Returns `run(operands)`, which loops, after the collectives before it."""
-        done = [*self._sent, *([] if self._loop is None else [self._loop])]
-        operands = list(operands)
+        done, operands = self._before(), list(operands)
         at = next((i for i, x in enumerate(operands) if _is_plain(x)), None)
         if done and at is not None:
             operands[at] = _after(operands[at], done)
         results = run(operands)
         self._sent, self._loop = [], next(filter(_is_plain, results), self._loop)
         return results
+
+    def region(self, operands: Arrays, run: Callable[[Arrays], Arrays]) -> Arrays:
+        """Returns `run(operands)`, which may send before it needs all operands, after the loop and
+        the collectives before it. What follows waits for all results."""
+        done = self._before()
+        operands = [_after(x, done) if done and _is_plain(x) else x for x in operands]
+        results = run(operands)
+        plain = [*filter(_is_plain, results), *self._before()]
+        if plain:
+            self._sent, self._loop = [], _after(plain[0], plain[1:])
+        return results
+
+    def _before(self) -> list[jax.Array]:
+        return [*self._sent, *([] if self._loop is None else [self._loop])]
 
 
 def _is_plain(x: jax.Array) -> bool:

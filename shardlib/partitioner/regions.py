@@ -1,8 +1,7 @@
 """Manual regions within a program: parts that are already written for one device.
 
 The specs of a region say where its operands and results lie. In the program of a device, which is
-manual over all mesh axes, the region is its own body. Along axes that are not its own, all devices
-compute the same.
+manual over all mesh axes, the region is its own body.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,11 @@ from jax.sharding import PartitionSpec
 from shardlib.jaxprs import Operation, equations
 from shardlib.mesh import entry_axes
 from shardlib.partitioner.layout import Sizes, ValueLayout
+from shardlib.sharding.constrain import manual_axes
 
 REGION = "shard_map"
 _SEES_MESH = ("sharding_constraint", "shard_map", "reshard")
-"""Operations of a body that speak of mesh axes that are not manual in it."""
+"""Operations of a body that name mesh axes which are not manual in it."""
 
 
 def is_region(operation: Operation) -> bool:
@@ -26,6 +26,20 @@ def is_region(operation: Operation) -> bool:
         return False
     body = equations(operation.params["jaxpr"])
     return not any(equation.primitive.name in _SEES_MESH for equation, _ in body)
+
+
+def region_fault(operation: Operation, sizes: Sizes) -> str | None:
+    """Returns why the body of a region cannot run on each device of a mesh; None if it can. Along
+    an axis that is not its own, all devices would compute the same."""
+    params = operation.params
+    there = {axis: n for axis, n in dict(params["mesh"].shape).items() if n > 1}
+    here = {axis: n for axis, n in sizes.items() if n > 1}
+    others = there.keys() - here.keys() - set(manual_axes())
+    if others or any(there.get(axis) != n for axis, n in here.items()):
+        return "a region over another mesh"
+    # JAX 0.10 and 0.11 name this parameter differently.
+    left = sorted(here.keys() - set(params.get("newly_manual_axes", params.get("manual_axes"))))
+    return f"a region that is not manual over {', '.join(left)}" if left else None
 
 
 def region_layouts(

@@ -256,13 +256,12 @@ def test_manual_regions_run_as_they_are(mesh):
         return lax.scan(hop, (jnp.tanh(x @ w), x), length=1)[0][0]
 
     def fn(x, v, w):
-        rows = P(("data", "tensor"), None)
+        rows = P(("data", "fsdp", "tensor"), None)
         region = jax.shard_map(
             on_device,
             mesh=mesh,
             in_specs=(rows, P()),
             out_specs=rows,
-            axis_names={"data", "tensor"},
             check_vma=False,
         )
         return region(x @ v, w) @ w
@@ -274,6 +273,58 @@ def test_manual_regions_run_as_they_are(mesh):
         got = jax.jit(partitioned(gradient(fn, 3), specs))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "axes", "fault"),
+    [
+        ("data=4,tensor=2", {"data", "tensor"}, "another mesh"),
+        (None, {"tensor"}, "not manual over data, fsdp"),
+    ],
+    ids=["another mesh", "some of the axes"],
+)
+def test_regions_that_are_not_of_the_whole_mesh_are_refused(mesh, other, axes, fault):
+    """XLA runs them. A device of the mesh would hold other rows, or compute those of others."""
+    region = jax.shard_map(
+        lambda v: v * 2,
+        mesh=sl.make_mesh(other) if other else mesh,
+        in_specs=P(None, "tensor"),
+        out_specs=P(None, "tensor"),
+        axis_names=axes,
+        check_vma=False,
+    )
+    with sl.use(mesh, sl.rules.STANDARD), pytest.raises(PartitionError, match=fault):
+        jax.jit(partitioned(region, (P(BATCH),)))(numbers(8, 8))
+
+
+def test_collectives_of_regions_are_in_order(mesh):
+    """On CPU devices, collectives that run at once take each other's data."""
+
+    def on_device(x):
+        def hop(carry, _):
+            return lax.ppermute(carry, "tensor", [(0, 1), (1, 0)]), None
+
+        rows = lax.all_gather(x, "data", tiled=True)
+        return x * 2, lax.scan(hop, x, length=2)[0] + rows.sum()
+
+    every = ("data", "fsdp", "tensor")
+    region = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P(every), out_specs=P(every), check_vma=False
+    )
+
+    def fn(x):
+        doubled, sent = region(x)
+        return doubled.sum() + (sent**2).sum()
+
+    with sl.use(mesh, sl.rules.STANDARD):
+        want = jax.jit(jax.value_and_grad(fn))(numbers(16, 4))
+        made = jax.jit(partitioned(jax.value_and_grad(fn), (P(every),)))
+        got = made(numbers(16, 4))
+        text = made.lower(numbers(16, 4)).as_text()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    # Sums after the region wait for its loop.
+    assert text.count("stablehlo.select") >= 1
 
 
 def test_refusals(mesh):

@@ -19,6 +19,7 @@ from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.plan import WHOLE_ROWS, ContextMethod
 from shardlib.nn.attention.stand_in import Kernel, kernel_for
+from shardlib.nn.remat import ATTENDED, tag
 from shardlib.sharding.shared_rows import opaque
 
 T = TypeVar("T")
@@ -121,4 +122,4 @@ def as_one(
     result = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), value.dtype)
     kernel = kernel_for(resolved.backend, mask, query, key)
     what = RowAttention(mask, method, query.shape[1], kernel)
-    return opaque(what, (query, key, value, *segments, sinks), result)
+    return tag(opaque(what, (query, key, value, *segments, sinks), result), ATTENDED)
