@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.hardware.clusters import slice_of
 from shardlib.mesh import entry_axes, spec_axes
-from shardlib.sharding.constrain import Scope, active, platform
+from shardlib.sharding.constrain import Scope, active, is_priced, platform
 from shardlib.sharding.manual import gather_parts, manual, sum_to_parts, summed_columns
 
 LEAST_CHIPS = 16
@@ -63,7 +63,9 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
     if scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
         return _product(x, kernel, num_inputs)
     slice_axis = slice_axis_of(scope, x.shape[0])
-    if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None and platform() != "gpu":
+    # A cost model reads what is computed, and not the order in which GPUs do it.
+    on_gpu = not is_priced() and platform() == "gpu"
+    if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None and not on_gpu:
         return _product(x, kernel, num_inputs)
     stored = scope.sharding(axes, kernel.shape, "params")
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
@@ -72,7 +74,7 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
         summed.sharding(axes, kernel.shape, "params"),
         slice_axis,
         _dim_of(slice_axis, stored, kernel) if scope.mesh.size >= LEAST_GATHERED else None,
-        VOCAB in axes and platform() == "gpu",
+        VOCAB in axes and on_gpu,
     )
     if stored.spec == placed.whole.spec:
         return _product(x, kernel, num_inputs)

@@ -38,7 +38,7 @@ def region_fault(operation: Operation, sizes: Sizes) -> str | None:
     if others or any(there.get(axis) != n for axis, n in here.items()):
         return "a region over another mesh"
     # JAX 0.10 and 0.11 name this parameter differently.
-    left = sorted(here.keys() - set(params.get("newly_manual_axes", params.get("manual_axes"))))
+    left = sorted(here.keys() - set(params.get("newly_manual_axes") or params["manual_axes"]))
     return f"a region that is not manual over {', '.join(left)}" if left else None
 
 

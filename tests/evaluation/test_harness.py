@@ -255,7 +255,7 @@ def test_wrong_requests(model, tasks, known):
         model.continued([[]], 4)
     with pytest.raises(ModelError, match="99999"):
         model.continued([[1], [99999]], 4)
-    assert not model._engine(5).busy
+    assert not model._engine.busy
     harness = harness_model(model)
     with pytest.raises(ConfigError, match=rf"up to {LENGTH} tokens \(max_gen_toks\).*\n  Lower"):
         harness.generate_until([request("the", {"max_new_tokens": LENGTH})])

@@ -7,7 +7,7 @@ import pytest
 import find_rules as benchmark
 from collectives import devices_of
 
-FLAGS = argparse.Namespace(tiny=False)
+FLAGS = argparse.Namespace(tiny=False, partitioners=False)
 
 
 @pytest.mark.aot
