@@ -51,7 +51,7 @@ from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import EngineSizes, engine_sizes
 from shardlib.engine.texts import TextStream
 from shardlib.engine.weights import ServedWeights, placed, shardings_of
-from shardlib.errors import ModelError
+from shardlib.errors import DataError, ModelError
 from shardlib.functional.quantized import Bits, check_bits
 from shardlib.hf.pooling import Pooling
 
@@ -206,7 +206,8 @@ class Engine:
         ends = () if sampling.ignore_end else self._ends
         sequence = SequenceState(
             prompt=tokens,
-            max_tokens=sampling.max_tokens or left,
+            # A text that is only embedded ends with its embedding.
+            max_tokens=left if num_encoded == len(tokens) else sampling.max_tokens or left,
             sampling=sampling,
             adjustment=self._adjustment(sampling),
             stops=frozenset((*sampling.stop_tokens, *ends)),
@@ -517,6 +518,8 @@ class Engine:
                 encoded = self.tokenizer.encode(prompt)
             except UnicodeError as error:
                 raise ModelError(f"the prompt is not Unicode: {error}.\n  Repair it.") from None
+            except DataError as error:
+                raise ModelError(str(error)) from None
             prompt = getattr(encoded, "ids", encoded)
         tokens = token_ids(prompt)
         if not tokens:

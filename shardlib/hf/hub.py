@@ -8,12 +8,15 @@ from shardlib.errors import CheckpointError, without_credentials
 # The tensors are safetensors only: other files of weights can run code.
 TEXTS = (
     "*.jinja",
+    "*Pooling/config.json",
     "added_tokens.json",
     "config.json",
     "generation_config.json",
     "merges.txt",
+    "modules.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "sentence_bert_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",

@@ -38,7 +38,8 @@ def grammar_of_calls(
     rules = [f"one: {' | '.join(f'tool_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
-        schema = function.get("parameters") or _NO_PARAMETERS
+        given = function.get("parameters")
+        schema = _NO_PARAMETERS if given is None else given
         # A rule of its own for each, because references of a schema begin at its root.
         arguments = json.dumps({"type": "object", **schema, "x-guidance": _SPACES})
         rules.append(f'tool_{number}: {_literal(begin)} arguments_{number} "}}"')

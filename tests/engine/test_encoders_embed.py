@@ -1,6 +1,7 @@
 """Embeddings of encoders: the pooled hidden states of transformers, with the same bits in any
 company."""
 
+import fnmatch
 import json
 import os
 
@@ -15,6 +16,7 @@ from small_decoder import Served, made
 import shardlib as sl
 from shardlib.engine import Engine, Sampling
 from shardlib.errors import CheckpointError, ModelError
+from shardlib.hf.hub import TEXTS
 from shardlib.hf.pooling import TextPooling, text_pooling
 from shardlib.registry import DataSpec
 from shardlib_models.bert import BertConfig
@@ -137,6 +139,17 @@ OTHERS = [
 def test_options_that_are_not_for_an_encoder(served, options, fault):
     with pytest.raises(ModelError, match=f"(?s){fault}.*\n  (Leave|Use|Give)"):
         Engine(served, **options)
+
+
+def test_the_files_that_say_how_texts_are_pooled_come_from_the_hub():
+    for file in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in TEXTS), file
+
+
+def test_an_embedding_ends_a_request_whatever_it_may_write(served):
+    engine = Engine(served, context=64)
+    (one,) = engine.generate([[1, 2, 3]], embedding=True, max_tokens=5)
+    np.testing.assert_array_equal(one.embedding, engine.embed([[1, 2, 3]])[0])
 
 
 def test_what_an_encoder_cannot_answer(served):
