@@ -63,6 +63,7 @@ def close(actual, expected):
         np.testing.assert_allclose(x, y, rtol=0, atol=1.5e-5 * np.abs(y).max())
 
 
+@pytest.mark.mesh
 def test_every_method_computes_the_formula():
     y, grads = results(backend="xla")
     close(y, reference(*arrays()))

@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_the_model_alone(served):
 @pytest.mark.parametrize(
     "options",
     [
-        {"pages": 14, "prefix_cache": False},
+        pytest.param({"pages": 14, "prefix_cache": False}, marks=pytest.mark.mesh),
         pytest.param({"overlap": False}, marks=pytest.mark.mesh),
         pytest.param({"slots": 64, "page_size": 32, "lane": 64}, marks=pytest.mark.mesh),
         pytest.param({"chunk": 32}, marks=pytest.mark.soak),

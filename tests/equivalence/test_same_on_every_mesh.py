@@ -20,8 +20,6 @@ from shardlib.testing import assert_collectives
 # A case of each axis, of those that are quickly compiled; `mesh` has the rest.
 QUICK = {
     "transformer fsdp=8",
-    "transformer tensor=8",
-    "transformer stage=2,data=2x2 2 microbatches no dropout, hops",
 }
 # Slow, or what other cases cover too: see the tests below.
 SOAK = {

@@ -119,6 +119,7 @@ def test_an_export_of_a_new_clip_has_its_processor(place, tmp_path):
     np.testing.assert_allclose(theirs.transpose(1, 2, 0), ours, atol=1e-5)
 
 
+@pytest.mark.mesh
 def test_pixels_of_a_folder(place, tmp_path):
     found = read_pixels(place / "base")
     assert found == (MEAN, STD)
