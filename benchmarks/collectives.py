@@ -24,7 +24,8 @@ axes differ and why. `small` are collectives of single numbers and of statistics
 no form counts: how many, and MB. A stage of a pipeline skips its idle turns on TPUs and GPUs: what
 it sends within a turn counts once for each microbatch. So does what it sends to the next stage.
 
-The last line is JSON: the rows, and by platform the largest ratio of what counts there.
+The last line is JSON: the rows, those whose step does not fit the devices as `too_large`, and by
+platform the largest ratio of what counts there.
 """
 
 import argparse
@@ -131,7 +132,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", help="of that model's rows")
     flags = parser.parse_args(arguments)
     start_platforms()
-    found = []
+    from shardlib.errors import DoesNotFitError
+
+    found, too_large = [], []
     for name in flags.on.split(","):
         cluster, devices = devices_of(name)
         if isinstance(devices, str):
@@ -139,14 +142,20 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         print(HEAD)
         for row_name, row, sizes in rows_of(flags, cluster):
-            found.append({"on": name, **measure(row_name, row, sizes, cluster.platform, devices)})
+            try:
+                measured = measure(row_name, row, sizes, cluster.platform, devices)
+            except DoesNotFitError as error:
+                too_large.append({"on": name, "row": row_name, "mesh": row.mesh})
+                print(f"{row_name:17} {row.mesh:24} {row.rules:9} {name}: {error}", flush=True)
+                continue
+            found.append({"on": name, **measured})
             print(line(found[-1]), flush=True)
     worst = {
         f"largest_ratio_{name}": max(row[COUNTS[row["platform"]]] for row in of_one)
         for name in flags.on.split(",")
         if (of_one := [row for row in found if row["on"] == name])
     }
-    print(json.dumps({"rows": found, **worst}))
+    print(json.dumps({"rows": found, "too_large": too_large, **worst}))
 
 
 def start_platforms() -> None:
