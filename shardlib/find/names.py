@@ -62,8 +62,8 @@ def named_rules(
     the residual stream of a transformer has under sequence parallelism.
     """
     names = axis_names(classes, paths, given)
-    grown = state_cuts.by_class(solution.layouts) if state_cuts else {}
-    tables = _chosen(solution, grown, classes)
+    state_dims = state_cuts.by_class(solution.layouts) if state_cuts else {}
+    tables = _chosen(solution, state_dims, classes)
     for path, number in zip(paths, classes.arguments, strict=True):
         if path.startswith(INPUT) and number in solution.layouts and not solution.rules:
             # Rows at experts may have more bytes, and are cut otherwise.
@@ -81,7 +81,7 @@ def named_rules(
             by_class[number] = tuple(name and _plain(name) for name in placed)
             continue
         row: list[str | None] = []
-        grows = grown.get(number, ())
+        grows = state_dims.get(number, ())
         for dim, (axis, size, cut) in enumerate(
             zip(tensor.axes, tensor.shape, solution.layouts[number], strict=True)
         ):
@@ -104,12 +104,14 @@ def named_rules(
     return NamedAxes(rules, by_class)
 
 
-def _chosen(solution: Solution, grown: Mapping[int, Collection[int]], classes: Classes) -> _Tables:
-    """Returns the rules of the names that the model gives, by kind of tensor. `grown` are the dims
-    along which optimizer state is in more parts, by tensor class."""
+def _chosen(
+    solution: Solution, state_dims: Mapping[int, Collection[int]], classes: Classes
+) -> _Tables:
+    """Returns the rules of the names that the model gives, by kind of tensor. `state_dims` are the
+    dims along which optimizer state is in more parts, by tensor class."""
     grows = {
         classes.tensors[number].names[dim]
-        for number, dims in grown.items()
+        for number, dims in state_dims.items()
         for dim in dims
         if classes.tensors[number].names
     }

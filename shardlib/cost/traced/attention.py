@@ -15,7 +15,7 @@ from shardlib.cost.traced.layout import (
 from shardlib.nn.attention.as_one import RowAttention
 from shardlib.nn.attention.order import AXIS, hops
 
-Laids = list[ValueSharding]
+Shardings = list[ValueSharding]
 _FLOAT32 = 4
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "shift"]
 
@@ -26,17 +26,17 @@ def description(equation: Equation) -> RowAttention | None:
     return what if isinstance(what, RowAttention) else None
 
 
-def attended(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Returns the layouts of the results, and records what devices send: operands in other layouts,
     and keys and values along `context`.
 
     Rows and heads stay cut, and positions along `context` alone. Heads are cut only if key-value
     heads are.
     """
-    query, key = (_cut(laid.spec) for laid in laids[:2])
+    query, key = (_cut(laid.spec) for laid in shardings[:2])
     heads = query[2] if query[2] == key[2] else ()
     wanted = query[0], query[1], heads
-    for var, laid in zip(equation.invars, laids, strict=True):
+    for var, laid in zip(equation.invars, shardings, strict=True):
         spread.relaid(var.aval, laid, _spec(wanted, len(var.aval.shape)))
     what = description(equation)
     if what is not None:

@@ -170,12 +170,12 @@ class Walk:
         self.sizes, self.resolve, self.platform = sizes, resolve, platform
 
     def run(
-        self, jaxpr: Any, laids: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
+        self, jaxpr: Any, shardings: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
     ) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the results, and the costs of one run of a `jax.core.Jaxpr`, whose
-        constants and arguments have the layouts `laids`. `stack` is the name stack of the caller;
-        `peak_bytes` leaves out the first `apart` results."""
-        run = _Run(self, flatten(jaxpr, compiled=True), laids, stack)
+        constants and arguments have the layouts `shardings`. `stack` is the name stack of the
+        caller; `peak_bytes` leaves out the first `apart` results."""
+        run = _Run(self, flatten(jaxpr, compiled=True), shardings, stack)
         return run.outs(apart), run.costs
 
 
@@ -191,13 +191,13 @@ class _Run:
     """One run of a program."""
 
     def __init__(
-        self, walk: Walk, program: FlatProgram, laids: Sequence[ValueSharding], stack: str
+        self, walk: Walk, program: FlatProgram, shardings: Sequence[ValueSharding], stack: str
     ):
         self.walk, self.program, self.stack = walk, program, stack
         self.costs = Tally()
         self.during: Pass = _pass(stack)
         self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
-        self.env: dict[Any, ValueSharding] = dict(zip(program.invars, laids, strict=True))
+        self.env: dict[Any, ValueSharding] = dict(zip(program.invars, shardings, strict=True))
         self.of_kernels: set[Any] = set()
         """Operands and results of attention kernels."""
         self.known: dict[tuple[int, tuple[ValueSharding, ...]], _Result] = {}

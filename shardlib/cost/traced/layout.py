@@ -177,22 +177,22 @@ def replicated(aval: Aval) -> ValueSharding:
 
 
 def merged(
-    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], out: Aval
+    spread: Spreading, avals: Sequence[Aval], shardings: Sequence[ValueSharding], out: Aval
 ) -> ValueSharding:
     """Returns the layout of an elementwise operation: the largest operand leads, the others
     follow."""
     rank = len(out.shape)
     spec: list[Axes] = [()] * rank
     used: set[str] = set()
-    for index in sorted(range(len(avals)), key=lambda i: -spread.num_bytes(avals[i], laids[i])):
+    for index in sorted(range(len(avals)), key=lambda i: -spread.num_bytes(avals[i], shardings[i])):
         if len(avals[index].shape) != rank:
             continue
-        for dim, axes in enumerate(laids[index].spec):
+        for dim, axes in enumerate(shardings[index].spec):
             if axes and not spec[dim] and avals[index].shape[dim] == out.shape[dim]:
                 fresh = tuple(a for a in axes if a not in used)
                 spec[dim] = fresh
                 used.update(fresh)
-    for aval, laid in zip(avals, laids, strict=True):
+    for aval, laid in zip(avals, shardings, strict=True):
         if len(aval.shape) == rank:
             lost = [a for dim, axes in enumerate(laid.spec) for a in axes if a not in spec[dim]]
             if lost:
@@ -215,13 +215,16 @@ class Contraction(NamedTuple):
 
 
 def contracted(
-    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], product: Contraction
+    spread: Spreading,
+    avals: Sequence[Aval],
+    shardings: Sequence[ValueSharding],
+    product: Contraction,
 ) -> tuple[ValueSharding, tuple[ValueSharding, ValueSharding]]:
     """Returns the layout of a product of two values, and the layouts in which it takes them."""
     dims, place, rank = product.dims, product.place, product.rank
-    specs = _taken(spread, avals, laids, product)
+    specs = _taken(spread, avals, shardings, product)
     taken = []
-    for aval, laid, want in zip(avals, laids, specs, strict=True):
+    for aval, laid, want in zip(avals, shardings, specs, strict=True):
         pairs = zip(laid.spec, want, strict=True)
         if lost := [axis for old, new in pairs for axis in old if axis not in new]:
             spread.gather(aval, laid, tuple(lost))
@@ -237,19 +240,22 @@ def contracted(
 
 
 def _taken(
-    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], product: Contraction
+    spread: Spreading,
+    avals: Sequence[Aval],
+    shardings: Sequence[ValueSharding],
+    product: Contraction,
 ) -> tuple[Spec, Spec]:
     """Returns the layouts of the operands of a product when it is computed: batch dims are sharded
     alike, and each axis occurs once."""
     dims, batch, place, _ = product
-    specs = lhs, rhs = list(laids[0].spec), list(laids[1].spec)
+    specs = lhs, rhs = list(shardings[0].spec), list(shardings[1].spec)
     for a, b in zip(*batch, strict=True):
         both = lhs[a] or rhs[b]
         lhs[a] = rhs[b] = tuple(x for x in both if not (lhs[a] and rhs[b]) or x in lhs[a])
     used = {axis for dim in batch[0] for axis in lhs[dim]}
     # The free dims of the larger operand come first, but a weight gives way to activations.
-    order = sorted((0, 1), key=lambda i: -spread.num_bytes(avals[i], laids[i]))
-    if laids[order[0]].is_param and not laids[order[1]].is_param:
+    order = sorted((0, 1), key=lambda i: -spread.num_bytes(avals[i], shardings[i]))
+    if shardings[order[0]].is_param and not shardings[order[1]].is_param:
         order.reverse()
     for i in order:
         for dim, axes in enumerate(specs[i]):

@@ -26,20 +26,20 @@ from shardlib.cost.traced.layout import (
 from shardlib.jaxprs import equations
 from shardlib.sharding.shared_rows import OPAQUE
 
-Laids = list[ValueSharding]
-Rule = Callable[[Spreading, Equation, Laids], Laids]
+Shardings = list[ValueSharding]
+Rule = Callable[[Spreading, Equation, Shardings], Shardings]
 LINEAR = frozenset(
     ("convert_element_type", "neg", "transpose", "reshape", "copy", "reduce_sum", "squeeze")
 )
 """Operations that may be applied to summands before they are summed."""
 
 
-def results(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def results(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Returns the layouts of the results of an equation without an inner program, and records the
     collectives that it needs.
     """
-    layouts = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
-    widths = [laid.width for laid in laids if laid.partial]
+    layouts = RULES.get(equation.primitive.name, _elementwise)(spread, equation, shardings)
+    widths = [laid.width for laid in shardings if laid.partial]
     return [
         _fitted(spread, var.aval, one, widths) if hasattr(var.aval, "shape") else one
         for var, one in zip(equation.outvars, layouts, strict=True)
@@ -55,22 +55,22 @@ def _fitted(
     return ValueSharding(spread.fitting(aval.shape, laid.spec), laid.partial, laid.is_param, width)
 
 
-def keeps_summands(equation: Equation, laids: Sequence[ValueSharding]) -> bool:
+def keeps_summands(equation: Equation, shardings: Sequence[ValueSharding]) -> bool:
     """Returns whether an equation may be applied to summands before they are summed."""
     name = equation.primitive.name
     if name in LINEAR:
         return True
-    partial = [i for i, laid in enumerate(laids) if laid.partial]
+    partial = [i for i, laid in enumerate(shardings) if laid.partial]
     if len(partial) == 1 and (name == "mul" or (name == "div" and partial == [0])):
         others = [v for i, v in enumerate(equation.invars) if i not in partial]
         return all(math.prod(v.aval.shape) == 1 for v in others)
     if name == "add_any":
-        return len({laid.partial for laid in laids}) == 1
+        return len({laid.partial for laid in shardings}) == 1
     return name == "sharding_constraint"
 
 
 def product_layout(
-    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+    spread: Spreading, equation: Equation, shardings: list[ValueSharding]
 ) -> tuple[ValueSharding, tuple[ValueSharding, ValueSharding]]:
     """Returns the layout of a `dot_general` or convolution, and the layouts in which it takes its
     operands."""
@@ -79,19 +79,19 @@ def product_layout(
     if equation.primitive.name == "dot_general":
         dims, batch = equation.params["dimension_numbers"]
         dot = Contraction(dims, batch, _dot_places(avals, dims, batch), rank)
-        return contracted(spread, avals, laids[:2], dot)
+        return contracted(spread, avals, shardings[:2], dot)
     numbers = equation.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
     # A window slides over spatial dims, so they are whole here.
-    laids = [
+    shardings = [
         spread.relaid(aval, laid, _without(laid.spec, numbered[2:]))
-        for aval, laid, numbered in zip(avals, laids, (lhs, rhs), strict=True)
+        for aval, laid, numbered in zip(avals, shardings, (lhs, rhs), strict=True)
     ]
     dims = ((lhs[1],), (rhs[1],)) if groups == 1 else ((), ())
     places = ({lhs[0]: out[0]}, {rhs[0]: out[1]} if groups == 1 else {})
     window = Contraction(dims, ((), ()), lambda i, dim: places[i].get(dim), rank)
-    return contracted(spread, avals, laids, window)
+    return contracted(spread, avals, shardings, window)
 
 
 def _dot_places(
@@ -113,19 +113,21 @@ def _without(spec: Sequence[Axes], dims: Sequence[int]) -> tuple[Axes, ...]:
     return tuple(() if dim in dims else axes for dim, axes in enumerate(spec))
 
 
-def _product(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
-    return [product_layout(spread, equation, laids)[0]]
+def _product(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
+    return [product_layout(spread, equation, shardings)[0]]
 
 
-def _elementwise(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _elementwise(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Returns the layouts of an elementwise operation. A result of any shape keeps the sharding of
     dims that an operand has in the same place."""
     avals = [v.aval for v in equation.invars]
     arrays = [
-        (a, laid) for a, laid in zip(avals, laids, strict=True) if len(getattr(a, "shape", ())) > 0
+        (a, laid)
+        for a, laid in zip(avals, shardings, strict=True)
+        if len(getattr(a, "shape", ())) > 0
     ]
     only = len(arrays) == 1 and arrays[0][1].is_param
-    partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
+    partial = shardings[0].partial if equation.primitive.name in LINEAR else _partial_of(shardings)
     results: list[ValueSharding] = []
     for out in (v.aval for v in equation.outvars):
         shape = getattr(out, "shape", ())
@@ -154,23 +156,23 @@ def _led(
     return merged(spread, [aval for aval, _ in operands], kept, out).spec
 
 
-def _partial_of(laids: Sequence[ValueSharding]) -> Axes:
+def _partial_of(shardings: Sequence[ValueSharding]) -> Axes:
     """Returns the pending summand axes. After `keeps_summands` only a linear operation has any."""
-    return next((laid.partial for laid in laids if laid.partial), ())
+    return next((laid.partial for laid in shardings if laid.partial), ())
 
 
-def _broadcast(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _broadcast(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     out, dims = equation.outvars[0].aval, equation.params["broadcast_dimensions"]
     spec: list[Axes] = [()] * len(out.shape)
     for dim, where in enumerate(dims):
         if equation.invars[0].aval.shape[dim] == out.shape[where]:
-            spec[where] = laids[0].spec[dim]
-    return [ValueSharding(tuple(spec), laids[0].partial)]
+            spec[where] = shardings[0].spec[dim]
+    return [ValueSharding(tuple(spec), shardings[0].partial)]
 
 
-def _reshape(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _reshape(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     old, out = equation.invars[0].aval, equation.outvars[0].aval
-    laid = laids[0]
+    laid = shardings[0]
     spec = reshaped(spread, old.shape, laid, out.shape)
     kept = {axis for axes in spec for axis in axes}
     if any(axis not in kept for axis in laid.axes):
@@ -180,22 +182,22 @@ def _reshape(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _transpose(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
-    laid = laids[0]
+def _transpose(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
+    laid = shardings[0]
     spec = tuple(laid.spec[dim] for dim in equation.params["permutation"])
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _squeeze(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
-    gone, laid = equation.params["dimensions"], laids[0]
+def _squeeze(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
+    gone, laid = equation.params["dimensions"], shardings[0]
     spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in gone)
     return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _reduce(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _reduce(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     dims = equation.params.get("axes", ())
     results = []
-    for var, laid in zip(equation.outvars, laids, strict=False):
+    for var, laid in zip(equation.outvars, shardings, strict=False):
         spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in dims)
         over = tuple(a for dim in dims for a in laid.spec[dim] if a != MICRO)
         result = ValueSharding(spec, tuple(dict.fromkeys((*laid.partial, *over))))
@@ -204,7 +206,7 @@ def _reduce(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     return results + [replicated(v.aval) for v in equation.outvars[len(results) :]]
 
 
-def _gather(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _gather(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Lays out a lookup at its indices. A table sharded along the looked-up dim gives zeros for
     rows that another device holds, to be summed."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -213,14 +215,14 @@ def _gather(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     spec: list[Axes] = [()] * len(out.shape)
     batch_dims = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
     used: set[str] = set()
-    for where, axes in zip(batch_dims, laids[1].spec[: len(indices.shape) - 1], strict=False):
+    for where, axes in zip(batch_dims, shardings[1].spec[: len(indices.shape) - 1], strict=False):
         spec[where] = axes
         used.update(axes)
     gone = (*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ()))
     kept_dims = [d for d in range(len(table.shape)) if d not in gone]
     partial: list[str] = []
-    want = list(laids[0].spec)
-    for dim, axes in enumerate(laids[0].spec):
+    want = list(shardings[0].spec)
+    for dim, axes in enumerate(shardings[0].spec):
         free = tuple(a for a in axes if a not in used)
         if dim in kept_dims and sizes[dim] == table.shape[dim]:
             spec[numbers.offset_dims[kept_dims.index(dim)]] = free
@@ -228,16 +230,16 @@ def _gather(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
             partial += [a for a in free if a != MICRO]
         want[dim] = free
         used.update(free)
-    spread.relaid(table, laids[0], tuple(want))
+    spread.relaid(table, shardings[0], tuple(want))
     return [ValueSharding(tuple(spec), tuple(partial))]
 
 
-def _scatter(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+def _scatter(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Lays out a scatter. Updates sharded where the operand is not become summands of the
     result."""
     operand, updates = equation.invars[0].aval, equation.invars[2].aval
     numbers = equation.params["dimension_numbers"]
-    spec = list(laids[0].spec)
+    spec = list(shardings[0].spec)
     kept = [
         d
         for d in range(len(operand.shape))
@@ -246,18 +248,18 @@ def _scatter(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     ]
     for window, dim in zip(numbers.update_window_dims, kept, strict=False):
         if updates.shape[window] == operand.shape[dim] and not spec[dim]:
-            spec[dim] = laids[2].spec[window]
+            spec[dim] = shardings[2].spec[window]
     pairs = zip(
         getattr(numbers, "operand_batching_dims", ()),
         getattr(numbers, "scatter_indices_batching_dims", ()),
         strict=True,
     )
     for dim, where in pairs:
-        spec[dim] = spec[dim] or laids[1].spec[where]
+        spec[dim] = spec[dim] or shardings[1].spec[where]
     used = {axis for axes in spec for axis in axes}
     over = [
         axis
-        for dim, axes in enumerate(laids[2].spec)
+        for dim, axes in enumerate(shardings[2].spec)
         if dim not in numbers.update_window_dims
         for axis in axes
         if axis != MICRO and axis not in used
@@ -265,8 +267,8 @@ def _scatter(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
     return [ValueSharding(tuple(spec), tuple(over))]
 
 
-def _constraint(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
-    aval, laid = equation.invars[0].aval, laids[0]
+def _constraint(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
+    aval, laid = equation.invars[0].aval, shardings[0]
     names, kind = logical_axes_of(equation)
     if names is None:
         return [spread.whole(aval, laid)]
@@ -321,14 +323,14 @@ def logical_axes_of(equation: Equation) -> tuple[tuple[str | None, ...] | None, 
 def _collective(kind: str) -> Rule:
     """Returns the rule of a collective that a program of one device calls by name."""
 
-    def rule(spread: Spreading, equation: Equation, laids: Laids) -> Laids:
+    def rule(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
         params = equation.params
         axes = params["axes"] if "axes" in params else params["axis_name"]
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         buffers = equation.outvars if kind == "all_gather" else equation.invars
-        for buffer, laid in zip(buffers, laids, strict=True):
+        for buffer, laid in zip(buffers, shardings, strict=True):
             spread.send(kind, axes, nbytes(buffer.aval), of_param=laid.is_param)
-        pairs = zip(equation.outvars, laids, strict=True)
+        pairs = zip(equation.outvars, shardings, strict=True)
         return [dataclasses.replace(replicated(v.aval), is_param=x.is_param) for v, x in pairs]
 
     return rule

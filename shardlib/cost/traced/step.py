@@ -179,16 +179,16 @@ class TracedStep:
         places = self._placed(degrees, zero)
         params, frozen = places["params"], self.module.frozen
         layout = Layout(**dict(zip(AXES, degrees, strict=True)))
-        laids = [
+        shardings = [
             *_laid(params, is_param=True),
             *(_laid_one(one, path in frozen) for path, one in places["model_state"].items()),
             *self.batch_laid(layout, self.batch),
         ]
         jaxpr = self.gradient
-        laids += [replicated(var.aval) for var in jaxpr.invars[len(laids) :]]
+        shardings += [replicated(var.aval) for var in jaxpr.invars[len(shardings) :]]
         constants = [replicated(var.aval) for var in jaxpr.constvars]
         walk = self._on(degrees, parts, platform)
-        outs, costs = walk.run(jaxpr, (*constants, *laids), apart=len(params))
+        outs, costs = walk.run(jaxpr, (*constants, *shardings), apart=len(params))
         return outs[: len(params)], costs
 
     def _sum(
@@ -205,10 +205,10 @@ class TracedStep:
 
     def _update(self, degrees: Mesh, zero: int) -> Tally:
         places = self._placed(degrees, zero)
-        laids = [_laid(places[part]) for part in ("updates", "moments", "updates")]
+        shardings = [_laid(places[part]) for part in ("updates", "moments", "updates")]
         constants = [replicated(var.aval) for var in self.update.constvars]
         walk, leaves = self._on(degrees, 1), jax.tree.leaves(self.params)
-        outs, costs = walk.run(self.update, sum(laids, constants))
+        outs, costs = walk.run(self.update, sum(shardings, constants))
         _relay(costs, "forward", walk, leaves, outs[: len(leaves)], places["params"])
         return costs
 
@@ -239,7 +239,7 @@ def _relay(
     during: Pass,
     walk: Walk,
     leaves: Sequence[Any],
-    laids: Sequence[ValueSharding],
+    shardings: Sequence[ValueSharding],
     wanted: Mapping[str, Placement],
 ) -> None:
     """Counts the collectives that bring arrays of the parameters' shapes to their wanted
@@ -249,7 +249,7 @@ def _relay(
         costs.moved[during, moved] += 1
 
     spread = Spreading(walk.sizes, walk.resolve, count)
-    for leaf, laid, place_ in zip(leaves, laids, wanted.values(), strict=True):
+    for leaf, laid, place_ in zip(leaves, shardings, wanted.values(), strict=True):
         one = dataclasses.replace(laid, is_param=True)
         spread.relaid(leaf, one, spec_of(place_.spec, len(leaf.shape)))
 
