@@ -6,8 +6,9 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ class Tokenizer(ABC):
     """
     fingerprint: str
     """A digest that is equal for tokenizers with equal tokens."""
+    added_tokens: Mapping[str, int] = MappingProxyType({})
+    """Ids of tokens that were added to the vocabulary, special ones among them, by their text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -132,6 +135,7 @@ class JsonTokenizer(Tokenizer):
         self.eot = _find_end_of_text(vocabulary, end_of_text, origin)
         self.end_of_text = next(name for name, token in vocabulary.items() if token == self.eot)
         added = json.loads(text).get("added_tokens") or ()
+        self.added_tokens = {one["content"]: one["id"] for one in added}
         self.special_tokens = {one["content"]: one["id"] for one in added if one["special"]}
         self.token_num_bytes = _byte_table(json.loads(text), vocabulary, self.vocab_size)
         self.fingerprint = digest([text, self.eot])

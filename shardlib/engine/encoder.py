@@ -16,7 +16,7 @@ from shardlib.engine.scheduler import EngineStep
 from shardlib.engine.servable import Servable
 from shardlib.engine.sizes import EncoderShape, EngineSizes
 from shardlib.errors import ModelError, did_you_mean
-from shardlib.hf.pooling import Pooling
+from shardlib.hf.pooling import Pooling, TextPooling
 from shardlib.nn.attention import Pages, write_texts
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
@@ -137,7 +137,12 @@ def opened_encoder(
     """
     if servable.family.encoding is None:
         return None
-    said = None if pooling is not None else getattr(servable, "pooling", None)
+    said = None if pooling is not None else said_of(servable)
+    if said is not None and said.unknown is not None:
+        raise ModelError(
+            f"{said.unknown}\n"
+            "  Choose another model, or pool all tokens: pooling='mean' (--pooling mean)."
+        )
     # As sentence-transformers pools the outputs of models without a word about it.
     chosen: Pooling = pooling or (said and said.kind) or "mean"
     known = get_args(Pooling)
@@ -149,11 +154,19 @@ def opened_encoder(
     return EncoderPrograms(model, servable.family, servable.scope, chosen)
 
 
+def said_of(servable: Servable) -> TextPooling | None:
+    """Returns what the folder of an encoder says about embeddings; None of other models."""
+    family = servable.family
+    if family.encoding is None or family.decoding is not None:
+        return None
+    return getattr(servable, "pooling", None)
+
+
 def longest_text(servable: Servable) -> int | None:
     """Returns the most tokens of a text that the folder of an encoder says; None for all that the
     model has."""
-    encoding = servable.family.encoding
-    if encoding is None or (said := getattr(servable, "pooling", None)) is None:
+    encoding, said = servable.family.encoding, said_of(servable)
+    if encoding is None or said is None:
         return None
     longest = encoding.max_length(servable.config)
     return min((n for n in (said.max_length, longest) if n is not None), default=None)

@@ -30,6 +30,7 @@ from shardlib.engine.encoder import (
     empty_texts,
     longest_text,
     opened_encoder,
+    said_of,
     text_arrays,
 )
 from shardlib.engine.grammars import GrammarReader
@@ -57,23 +58,24 @@ from shardlib.hf.pooling import Pooling
 
 
 class Engine:
-    """Continues prompts, many at once, and starts new ones between the steps of others.
+    """Continues or embeds prompts, many at once, and starts new ones between the steps of others.
 
     A decoding step feeds one token of each sequence; lanes of the same step read new prompts. Keys
     and values lie in pages that sequences with an equal beginning share. Each step starts before
     the tokens of the last one are read, unless they are guessed.
 
     Args:
-        servable: A decoder with its tokenizer, such as `hf.load(folder)` or `load_run(run_dir)`, or
-            an encoder such as BERT, for `embed` alone. It is served on the mesh and by the rules
-            that it was loaded under.
+        servable: A decoder, an encoder with a decoder such as T5, or an encoder such as BERT, for
+            `embed` alone, with its tokenizer: what `hf.load(folder)` or `load_run(run_dir)`
+            returns. It is served on the mesh and by the rules that it was loaded under.
         slots: Sequences that are continued at once. Devices along mesh axes that cut the batch, and
             no parameter, share them and `pages`, and have a chunk each.
         context: Most tokens of a prompt and its answer; None for all that the model and `pages`
-            have, at most 4096.
+            have, at most 4096, or 1024 for an encoder with a decoder.
         pages: Pages of the cache; None for as many as all slots need at most.
         page_size: Positions of a page.
-        chunk: Tokens of prompts that a step reads at most.
+        chunk: Tokens of prompts that a step reads at most. An encoder reads texts of about so many
+            tokens at once, or one longer text.
         lane: Tokens of one prompt that stand together in a step; divides `chunk`.
         prefix_cache: Whether equal beginnings of prompts are computed once.
         overlap: Whether a step starts before the tokens of the last one are known; not with
@@ -140,13 +142,14 @@ class Engine:
             **of_cache,
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
-        self.tokenizer: TextTokenizer | None = servable.tokenizer
+        self.tokenizer: TextTokenizer | None = getattr(servable, "texts", servable.tokenizer)
         self._ends, self._starts = servable.end_tokens, start_tokens(servable)
         self._kind = type(servable.model).__name__
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
         self._encoder = opened_encoder(servable, model, pooling)
+        self._lowers = (said := said_of(servable)) is not None and said.lowers
         if deterministic:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
@@ -515,7 +518,7 @@ class Engine:
             if self.tokenizer is None:
                 raise ModelError("the model has no tokenizer.\n  Give token ids.")
             try:
-                encoded = self.tokenizer.encode(prompt)
+                encoded = self.tokenizer.encode(prompt.lower() if self._lowers else prompt)
             except UnicodeError as error:
                 raise ModelError(f"the prompt is not Unicode: {error}.\n  Repair it.") from None
             except DataError as error:

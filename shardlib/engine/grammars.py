@@ -51,16 +51,32 @@ class GrammarReader:
                 f"a grammar needs {missing}, and the model has none.\n"
                 "  Serve a model that has it, or leave the grammar out."
             )
-        text = to_json()
-        if json.loads(text).get("shardlib") == "bytes":
+        fields = json.loads(to_json())
+        if fields.get("shardlib") == "bytes":
             return LLTokenizer(TokenizerWrapper(_Bytes(ends[0])), eos_token=ends)
+        fields["decoder"] = _spelt_out(fields.get("decoder"))
         try:
+            text = json.dumps(fields)
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
         except ValueError as error:
             raise ModelError(
                 f"llguidance cannot read the tokenizer.json of the model for a grammar: {error}.\n"
-                "  Leave the grammar out."
+                "  Leave the grammar out (response_format, and tool_choice that forces a call)."
             ) from None
+
+
+def _spelt_out(decoder: Any) -> Any:
+    """Returns the decoder of a tokenizer.json with the parts of SentencePiece in place of
+    `Metaspace`, which llguidance does not know. The space that it drops at the start is kept."""
+    if not isinstance(decoder, dict):
+        return decoder
+    parts = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    spaces = [part for part in parts if part["type"] == "Metaspace"]
+    if not spaces:
+        return decoder
+    replaced = {"String": spaces[0]["replacement"]}
+    kinds = {"type": "Replace", "pattern": replaced, "content": " "}, {"type": "ByteFallback"}
+    return {"type": "Sequence", "decoders": [*kinds, {"type": "Fuse"}]}
 
 
 class _Bytes:

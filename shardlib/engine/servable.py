@@ -20,8 +20,11 @@ class TextTokenizer(Protocol):
 
 
 class Servable(Protocol):
-    """A model to serve, such as the result of `hf.load`. An encoder may also have `pooling`, a
-    `shardlib.hf.pooling.TextPooling`."""
+    """A model to serve, such as the result of `hf.load`.
+
+    It may also have `texts`, a `TextTokenizer` that the engine takes in place of the tokenizer, and
+    an encoder `pooling`, a `shardlib.hf.pooling.TextPooling`.
+    """
 
     @property
     def model(self) -> nnx.Module: ...

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from shardlib.data import Tokenizer
+from shardlib.data.config import DataConfig
 from shardlib.data.instruct.template import ChatTemplate
 from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.engine import Engine, Request, Sampling
@@ -62,8 +63,8 @@ class TextModel:
     """The token before the first one of a text."""
     framing: Literal["prefix", "file"] = "prefix"
     """What stands around a text: `prefix` before it, or what the tokenizer's file says."""
-    prompt_tokens: Callable[[str], list[int]] | None = None
-    """Returns the tokens of a prompt as its data has them, in place of `framing`; None for models
+    data: DataConfig | None = None
+    """Data that says how prompts and answers are written, in place of `framing`; None for models
     that continue texts."""
     ends: frozenset[int] = frozenset()
     """Tokens that end what the model writes, besides the tokenizer's end of a text."""
@@ -90,13 +91,20 @@ class TextModel:
 
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a text with what stands around it."""
-        if self.prompt_tokens is not None:
-            return self.prompt_tokens(text)
+        if self.data is not None:
+            return self.data.prompt_tokens(text, self.tokenizer)
         if self.framing == "prefix":
             return [self.prefix, *self.tokenizer.encode(text)]
         if isinstance(self.tokenizer, JsonTokenizer):
             return self.tokenizer.framed([text])[0].ids
         return self.tokenizer.encode(text)
+
+    def decoded(self, tokens: Iterable[int]) -> str:
+        """Returns the text of tokens, special ones included; those that pad the vocabulary have
+        none."""
+        if self.data is not None:
+            return self.data.sampled_text(list(tokens), self.tokenizer)
+        return self.tokenizer.decode(t for t in tokens if t < self.tokenizer.vocab_size)
 
     def has_ended(self, tokens: Tokens, stops: Sequence[str] = ()) -> bool:
         """Whether `written` leaves out a part of the tokens that the model wrote, because they end

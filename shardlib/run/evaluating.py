@@ -13,10 +13,11 @@ from shardlib.data.instruct.fields import ChatFields
 from shardlib.data.instruct.template import find_template
 from shardlib.data.prefetch import Prefetcher
 from shardlib.data.tokenizer import JsonTokenizer
+from shardlib.engine.encoder import said_of
 from shardlib.errors import ConfigError, ModelError
 from shardlib.evaluation import TextModel
 from shardlib.mesh import make_mesh
-from shardlib.registry import PAIRS
+from shardlib.registry import TEXT
 from shardlib.rules import STANDARD
 from shardlib.run.restore_model import restore_model
 from shardlib.run.setup import open_source
@@ -80,7 +81,7 @@ def text_model(
     """
     folder = Path(source)
     if (folder / "config.yaml").exists():
-        model = _of_run(source, mesh, step, notify)
+        model = model_of_run(source, mesh=mesh, step=step, notify=notify)
     elif not (folder / "config.json").exists() and (folder.exists() or "/" not in source):
         raise ConfigError(
             f"{source} is neither the directory of a run nor a folder with a config.json.\n"
@@ -95,9 +96,14 @@ def text_model(
     return dataclasses.replace(model, batch=rows)
 
 
-def _of_run(
-    run_dir: str, mesh: str | None, step: int | None, notify: Callable[[str], None] | None
+def model_of_run(
+    run_dir: str,
+    *,
+    mesh: str | None = None,
+    step: int | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> TextModel:
+    """Returns the language model of a run; takes and raises what `text_model` does."""
     restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify, of_text=True)
     parts, tokenizer = restored.parts, restored.tokenizer
     assert tokenizer is not None, "restore_model refuses models of other data"
@@ -119,9 +125,7 @@ def _of_run(
         first[0] if first else tokenizer.eot,
         framing="file" if frames else "prefix",
         template=template,
-        prompt_tokens=functools.partial(data.prompt_tokens, tokenizer=tokenizer)
-        if data.gives == PAIRS.name
-        else None,
+        data=data if data.gives != TEXT.name else None,
     )
 
 
@@ -158,7 +162,7 @@ def _of_folder(source: str, mesh: str | None) -> TextModel:
         ends=ends,
         architecture=next(iter(said.get("architectures") or ()), None),
         template=functools.partial(find_template, folder, None),
-        pooling=None if found.family.encoding is None else loaded.pooling,
+        pooling=said_of(loaded),
     )
 
 

@@ -7,7 +7,8 @@ from flax import nnx
 
 from shardlib.data import Tokenizer
 from shardlib.registry import ModelFamily
-from shardlib.run.restore_model import restore_model
+from shardlib.run.evaluating import model_of_run
+from shardlib.run.served_texts import ServedTexts
 from shardlib.sharding.constrain import Scope
 
 
@@ -24,6 +25,8 @@ class RunModel:
     """The tokenizer that it was trained with."""
     scope: Scope
     """Its mesh and rules."""
+    texts: ServedTexts
+    """How an engine reads and writes texts: framed as in training."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -46,8 +49,8 @@ def load_run(run_dir: str, *, mesh: str | None = None, step: int | None = None) 
         DataError: If its tokenizer is missing, or not the one that it was trained with.
         ModelError: If it was not trained on text.
     """
-    restored = restore_model(run_dir, mesh=mesh, step=step, of_text=True)
-    model: Any = restored.model()
-    parts = restored.parts
-    assert restored.tokenizer is not None, "restore_model refuses models of other data"
-    return RunModel(model, model.config, parts.family, restored.tokenizer, parts.scope)
+    read = model_of_run(run_dir, mesh=mesh, step=step)
+    model: Any = read.model
+    assert read.scope is not None, "a run has a mesh"
+    texts = ServedTexts.of(read)
+    return RunModel(model, model.config, read.family, read.tokenizer, read.scope, texts)

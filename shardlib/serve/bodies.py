@@ -106,7 +106,8 @@ class Speaker:
     """`chat(messages, tools)`: the tokens of messages, up to the answer. It raises `DataError`
     without a template."""
     call_form: Callable[[], CallForm] = lambda: "tagged"
-    """Returns the form in which the chat template asks for calls of tools."""
+    """Returns the form in which the chat template asks for calls of tools. It raises `DataError` if
+    that is not known."""
     adapters: tuple[str, ...] = ()
     """Adapters of the engine, each of which is a model to its clients."""
 
@@ -285,7 +286,10 @@ def _forced_call(given: Mapping[str, Any], speaker: Speaker) -> Grammar | None:
             f"parameters of {', '.join(wrong)} are not the JSON schema of an object.\n"
             '  Give {"type": "object", "properties": {...}}, or leave parameters out.'
         )
-    return grammar_of_calls(functions, speaker.call_form(), several=named is None)
+    try:
+        return grammar_of_calls(functions, speaker.call_form(), several=named is None)
+    except DataError as error:
+        raise BodyError(str(error)) from None
 
 
 def _chosen(choice: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from shardlib.engine import Grammar
+from shardlib.errors import DataError
 
 CallForm = Literal["tagged", "alone"]
 """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, or `{"name": ..., "parameters": ...}`
@@ -20,8 +21,20 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 def form_of(template: str) -> CallForm:
-    """Returns the form of the calls that the text of a chat template asks for."""
-    return "tagged" if "<tool_call>" in template else "alone"
+    """Returns the form of the calls that the text of a chat template asks for.
+
+    Raises:
+        DataError: If it asks for neither form.
+    """
+    if "<tool_call>" in template:
+        return "tagged"
+    if '"parameters"' in template:
+        return "alone"
+    raise DataError(
+        'the chat template asks for no calls as <tool_call>{"name": ..., "arguments": ...}'
+        '</tool_call> or as {"name": ..., "parameters": ...}, so none can be forced.\n'
+        "  Leave tool_choice out, or force JSON by response_format."
+    )
 
 
 def grammar_of_calls(

@@ -2,76 +2,25 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
 
-from shardlib.data.instruct.encode import prompt_of_chat
-from shardlib.data.instruct.template import ChatTemplate
 from shardlib.engine import Engine
-from shardlib.errors import ConfigError, DataError
+from shardlib.errors import ConfigError
 from shardlib.evaluation import TextModel
 from shardlib.finetune import load_adapter
 from shardlib.functional.quantized import check_bits
 from shardlib.hf.pooling import TextPooling
 from shardlib.registry import ModelFamily
 from shardlib.run.evaluating import text_model
+from shardlib.run.served_texts import ServedTexts
 from shardlib.serve.bodies import Speaker
-from shardlib.serve.forced_calls import CallForm, form_of
+from shardlib.serve.forced_calls import form_of
 from shardlib.sharding.constrain import Scope, use
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedTexts:
-    """How a model reads and writes texts: framed as it was trained. It holds no parameters, so that
-    those that the engine does not serve are freed."""
-
-    text_model: TextModel
-
-    @classmethod
-    def of(cls, text_model: TextModel) -> "ServedTexts":
-        return cls(dataclasses.replace(text_model, model=nnx.Module()))
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text with what stands around it."""
-        return self.text_model.tokens(text)
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of tokens; those that pad the vocabulary have none."""
-        tokenizer = self.text_model.tokenizer
-        return tokenizer.decode([one for one in ids if one < tokenizer.vocab_size])
-
-    def to_json(self) -> str:
-        """Returns the text of the tokenizer's file."""
-        return self.text_model.tokenizer.to_json()
-
-    def call_form(self) -> CallForm:
-        """Returns the form in which the chat template asks for calls of tools.
-
-        Raises:
-            DataError: If there is no chat template.
-        """
-        return form_of(self._template().source)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        """Returns the tokens of messages, up to the answer, which may call `tools`.
-
-        Raises:
-            DataError: If there is no chat template, or it refuses the messages.
-        """
-        return prompt_of_chat(self._template(), self.text_model.tokenizer, messages, tools)
-
-    def _template(self) -> ChatTemplate:
-        if self.text_model.template is None:
-            raise DataError("the model has no chat template.\n  Use /v1/completions.")
-        return self.text_model.template()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +100,11 @@ def open_model(
         }
     engine = Engine(opened, adapters=given, **options)
     speaker = Speaker(
-        name, lambda ids: texts.decode(list(ids)), texts.chat, texts.call_form, tuple(folders)
+        name,
+        lambda ids: texts.decode(list(ids)),
+        texts.chat,
+        lambda: form_of(texts.template().source),
+        tuple(folders),
     )
     return engine, speaker
 

@@ -18,7 +18,7 @@ from shardlib.data.instruct.template import find_template
 from shardlib.errors import DataError
 from shardlib.evaluation import TextModel
 from shardlib.registry import family
-from shardlib.serve.open_model import ServedTexts
+from shardlib.run.served_texts import ServedTexts
 
 BARE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim }}"

@@ -13,6 +13,7 @@ from small_decoder import made
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine, Grammar, Sampling
+from shardlib.engine.grammars import GrammarReader
 from shardlib.errors import ModelError
 
 SCHEMA = {
@@ -104,6 +105,32 @@ def test_answers_follow_their_grammars(speaking):
     assert re.fullmatch("[a-f]{3}-[0-9]{2,4}", found[1].text)
     assert found[2].text in ("yes", "no")
     assert [one.finish_reason for one in found[:3]] == ["stop"] * 3
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_grammars_over_the_tokens_of_sentencepiece(is_sequence):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    words = ["<unk>", "</s>", f"{space}a", "b", "a", f"{space}b", space]
+    scores = [(word, -float(number)) for number, word in enumerate(words)]
+    tokenizer = Tokenizer(models.Unigram(scores, 0))
+    tokenizer.pre_tokenizer, spaces = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.Fuse()]) if is_sequence else spaces
+    matcher = GrammarReader(tokenizer, [1], len(words)).read(Grammar("regex", "ab b"))
+    answer = [4, 3, 5, 1]
+    for known, token in enumerate(answer):
+        assert np.flatnonzero(matcher.allowed(answer[:known])).tolist() == [token]
+    assert tokenizer.decode(answer[:3]) == "ab b"
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_named():
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.decoder = decoders.BPEDecoder()
+    with pytest.raises(ModelError, match=r"cannot read the tokenizer.json.*\n  Leave the grammar"):
+        GrammarReader(tokenizer, [0], 1).read(Grammar("regex", "a"))
 
 
 @pytest.mark.mesh

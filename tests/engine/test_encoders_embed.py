@@ -1,6 +1,7 @@
 """Embeddings of encoders: the pooled hidden states of transformers, with the same bits in any
 company."""
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -189,21 +190,89 @@ def test_a_folder_says_how_outputs_are_pooled(tmp_path, kind):
     assert text_pooling(tmp_path) == TextPooling(kind, 128)
 
 
-def test_folders_that_say_nothing_or_what_is_not_known(tmp_path):
+def test_folders_that_say_nothing_or_what_is_not_known(tmp_path, served):
     assert text_pooling(tmp_path) == TextPooling(None, None)
     folder = pooling_folder(tmp_path, {"pooling_mode_lasttoken": True})
-    with pytest.raises(ModelError, match=r"pools by pooling_mode_lasttoken, but.*\n  Choose"):
-        text_pooling(folder)
+    file = folder / "1_Pooling" / "config.json"
     both = SAID["mean"] | {"pooling_mode_cls_token": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(both))
-    with pytest.raises(ModelError, match="pools by pooling_mode_mean_tokens, pooling_mode_cls_"):
+    unknown = {
+        "pools by pooling_mode_lasttoken, but": {"pooling_mode_lasttoken": True},
+        "pools by pooling_mode_mean_tokens, pooling_mode_cls_token, but": both,
+        r"leaves the tokens of prompts out \(include_prompt": SAID["cls"]
+        | {"include_prompt": False},
+    }
+    for fault, said in unknown.items():
+        file.write_text(json.dumps(said))
+        model = SaidByFolder(**vars(served), pooling=text_pooling(folder))
+        with pytest.raises(ModelError, match=rf"{fault}.*\n.*or pool all tokens: pooling='mean'"):
+            Engine(model, context=64)
+        Engine(model, context=64, pooling="mean")
+    (folder / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}')
+    with pytest.raises(ModelError, match=r"transformers.json puts the prompt 'query'.*\n  Set it"):
         text_pooling(folder)
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
     with pytest.raises(ModelError, match=r"modules.json has the parts Dense.*\n  Choose"):
         text_pooling(folder)
-    (folder / "modules.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"modules.json cannot be read.*\n  Download"):
+
+
+def test_all_faults_of_malformed_files_are_named(tmp_path):
+    folder = pooling_folder(
+        tmp_path, {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": True}
+    )
+    (folder / "sentence_bert_config.json").write_text(
+        '{"max_seq_length": "128", "do_lower_case": 0}'
+    )
+    (folder / "modules.json").write_text(
+        '[3, {"idx": 0}, {"type": "x.Pooling", "path": "2_Pooling"}]'
+    )
+    (folder / "config_sentence_transformers.json").write_text("[")
+    with pytest.raises(CheckpointError) as error:
         text_pooling(folder)
+    *faults, fix = str(error.value).splitlines()
+    assert fix == "  Download the files again, or correct them."
+    ends = (
+        "modules.json: part 0 is 3, expected an object.",
+        "modules.json: part 1 has no type.",
+        "2_Pooling/config.json does not exist, but modules.json has the part.",
+        "sentence_bert_config.json: max_seq_length is '128', expected an integer.",
+        "sentence_bert_config.json: do_lower_case is 0, expected true or false.",
+        "config_sentence_transformers.json cannot be read: Expecting value: line 1 column 2",
+    )
+    assert len(faults) == len(ends)
+    for fault, end in zip(faults, ends, strict=True):
+        assert fault.replace(f"{folder}/", "").startswith(end)
+    (folder / "modules.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"1_Pooling/config.json: pooling_mode_mean_tokens is 1,"
+    ):
+        text_pooling(folder)
+
+
+def test_texts_become_lower_case_where_the_folder_says_so(tmp_path, served):
+    (tmp_path / "sentence_roberta_config.json").write_text(
+        '{"max_seq_length": 32, "do_lower_case": true}'
+    )
+    said = text_pooling(tmp_path)
+    assert said == TextPooling(None, 32, lowers=True)
+    model = dataclasses.replace(served, tokenizer=BytesOfTexts())
+    engine = Engine(SaidByFolder(**vars(model), pooling=said))
+    assert engine.context == 32
+    assert engine.encode("AbÄ") == engine.encode("abä")
+    assert Engine(model, context=64).encode("AB") != engine.encode("AB")
+    # A decoder reads texts as they are, whatever its folder says.
+    decoder = dataclasses.replace(made(vocab_size=256), tokenizer=BytesOfTexts())
+    engine = Engine(SaidByFolder(**vars(decoder), pooling=said), slots=2)
+    assert (engine.encode("A"), engine.context) == ((65,), 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class SaidByFolder(Served):
+    pooling: TextPooling | None = None
+
+
+class BytesOfTexts:
+    def encode(self, text):
+        return [byte % VOCAB for byte in text.encode()]
 
 
 def wordpieces(folder):

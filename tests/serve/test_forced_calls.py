@@ -8,6 +8,7 @@ import pytest
 from byte_decoder import SPEAKER, TEXT, serving
 
 from shardlib.engine.grammars import GrammarReader
+from shardlib.errors import DataError
 from shardlib.serve.bodies import CHAT, BodyError, parse
 from shardlib.serve.forced_calls import form_of, grammar_of_calls
 from shardlib.serve.tool_calls import ToolCall, split_calls
@@ -68,6 +69,12 @@ def test_a_grammar_takes_calls_of_the_tools_alone(number):
 def test_the_template_says_the_form():
     assert form_of("{{ tools }} in <tool_call></tool_call> tags") == "tagged"
     assert form_of('Respond as {"name": function name, "parameters": {...}}.') == "alone"
+    with pytest.raises(DataError, match=r"asks for no calls as <tool_call>.*\n  Leave"):
+        form_of("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]")
+    # Rows of a batch get this as their answer too.
+    speaker = dataclasses.replace(SPEAKER, call_form=lambda: form_of("{{ messages }}"))
+    with pytest.raises(BodyError, match="so none can be forced"):
+        parse(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED}, speaker)
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]

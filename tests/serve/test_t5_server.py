@@ -1,6 +1,6 @@
 """A server of T5, by the official client."""
 
-import functools
+import dataclasses
 
 import openai
 import pytest
@@ -8,11 +8,13 @@ from byte_decoder import SPEAKER, TEXT, serving
 from flax import nnx
 
 from shardlib.data.instruct.config import PairData
+from shardlib.data.text.config import SpanData
 from shardlib.engine import Engine
+from shardlib.engine.texts import TextStream
 from shardlib.errors import ModelError
 from shardlib.evaluation import TextModel
 from shardlib.registry import DataSpec
-from shardlib.serve.open_model import ServedTexts
+from shardlib.run.served_texts import ServedTexts
 from shardlib_models.t5 import FAMILY
 from shardlib_models.t5_config import T5Config
 
@@ -53,12 +55,17 @@ def test_the_official_client_gets_answers_of_t5():
         assert service.thread.stats.num_running == 0
 
 
-def test_prompts_of_a_run_have_the_tokens_of_its_data():
+def test_texts_of_a_run_are_those_of_its_data():
     served = ServedT5()
-    model = TextModel(
-        served.model, FAMILY, TEXT, None, 64, TEXT.eot,
-        prompt_tokens=functools.partial(PairData().prompt_tokens, tokenizer=TEXT),
-    )  # fmt: skip
+    model = TextModel(served.model, FAMILY, TEXT, None, 64, TEXT.eot, data=PairData())
     assert ServedTexts.of(model).encode("a") == [97, TEXT.eot]
     with pytest.raises(ModelError, match=r"not a language model that continues.*\n  Evaluate"):
         model.scores([[1, 2]])
+    spans = SpanData(sequence_length=64)
+    texts = ServedTexts.of(dataclasses.replace(model, data=spans))
+    # The sentinels of bytes follow the vocabulary, and ids after them pad that of the model.
+    assert texts.encode("a<extra_id_1>") == [97, 258, TEXT.eot]
+    assert texts.decode([257, *b"one", 258, 500, *b"two"]) == "<extra_id_0>one<extra_id_1>two"
+    stream = TextStream(texts.decode, ["<extra_id_1>"])
+    is_last = [stream.add(token) for token in [257, 195, 164, 98, 258]]
+    assert (is_last, stream.text) == ([False] * 4 + [True], "<extra_id_0>äb")

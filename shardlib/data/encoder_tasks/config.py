@@ -22,6 +22,13 @@ class _Framed(FramedFields):
 
         check_exist(self.path, self.eval_path)
 
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        """Returns the tokens of a text with the special tokens around it."""
+        from shardlib.data.tokenizer import JsonTokenizer
+
+        assert isinstance(tokenizer, JsonTokenizer), "others put no special tokens around a text"
+        return tokenizer.framed([prompt])[0].ids
+
 
 @configclass
 class LabeledTextData(LabeledTextFields, _Framed):

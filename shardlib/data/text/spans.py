@@ -7,7 +7,6 @@ Transformer", sections 3.1.4 and 3.3.4.
 import dataclasses
 import functools
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -80,8 +79,7 @@ def sentinels(config: SpanFields, tokenizer: Tokenizer) -> np.ndarray:
         DataError: If the tokenizer has fewer than a row has spans.
     """
     count = sizes_of(config).spans
-    added = json.loads(tokenizer.to_json()).get("added_tokens") or ()
-    known = {entry["content"]: entry["id"] for entry in added}
+    known = tokenizer.added_tokens
     if SENTINEL.format(0) not in known:
         return np.arange(count, dtype=np.int32) + np.int32(tokenizer.vocab_size)
     missing = [n for n in range(count) if SENTINEL.format(n) not in known]
