@@ -12,7 +12,6 @@ from shardlib.cost.traced.attention import Kind, exchanged
 from shardlib.find.equivalence import Classes, OperationClass
 from shardlib.find.moves import Network
 from shardlib.nn.attention.order import AXIS as CONTEXT
-from shardlib.nn.attention.order import ring_tile
 from shardlib.partitioner.attention import HEADS, LENGTH
 from shardlib.partitioner.factors import Assignment
 
@@ -24,25 +23,24 @@ class FoundRows:
     attentions: tuple[OperationClass, ...]
     axes: frozenset[int]
     """The discovered axes of their positions."""
+    unshared: tuple[str, ...] = ()
+    """Why `attend` refuses to share rows for other attention of the model."""
 
     def faults(self, size: int) -> Iterator[str]:
         """Yields why `size` devices along `context` cannot share a row."""
         if not self.attentions:
             yield "no attention of the model goes through shardlib.nn.attention.attend"
+        yield from self.unshared
         for operation in self.attentions:
-            what, heads = operation.attention, operation.factors.sizes[HEADS]
-            assert what is not None
-            shard, left = divmod(what.length, size)
-            if what.method == "ulysses":
-                if heads % size:
-                    yield f"{heads} key-value heads cannot be divided for attention by ulysses"
-            elif left or ring_tile("contiguous", shard) is None:
-                yield f"rows of {what.length} positions do not divide into tiles on each device"
+            assert operation.attention is not None
+            yield from operation.attention.faults(size)
 
 
-def rows_of(classes: Classes) -> FoundRows:
-    """Returns the rows of attention in a traced loss."""
-    attentions = tuple(one for one in classes.operations if one.attention is not None)
+def rows_of(classes: Classes, unshared: Sequence[str] = ()) -> FoundRows:
+    """Returns the rows of attention in a traced loss. `unshared` is as in `FoundRows`."""
+    attentions = tuple(
+        one for one in classes.operations if one.attention and one.attention.shares_rows
+    )
     axes = frozenset(
         classes.tensors[edge.tensor].axes[dim]
         for operation in attentions
@@ -50,7 +48,7 @@ def rows_of(classes: Classes) -> FoundRows:
         for dim, factor in enumerate(edge.dims)
         if factor == LENGTH
     )
-    return FoundRows(attentions, axes)
+    return FoundRows(attentions, axes, tuple(unshared))
 
 
 def attended_axes(classes: Classes) -> dict[int, str]:
@@ -58,24 +56,12 @@ def attended_axes(classes: Classes) -> dict[int, str]:
     names = {LENGTH: "length", HEADS: "heads"}
     return {
         classes.tensors[edge.tensor].axes[dim]: names[factor]
-        for operation in rows_of(classes).attentions
+        for operation in classes.operations
+        if operation.attention is not None
         for edge in operation.edges
         for dim, factor in enumerate(edge.dims)
         if factor in names
     }
-
-
-def attention_rules(
-    classes: Classes, cuts: Sequence[Assignment]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields the rules of activations that `attend` asks for, from the cut of each operation."""
-    for operation, cut in zip(classes.operations, cuts, strict=True):
-        if operation.attention is not None:
-            heads = cut.get(HEADS, ())
-            yield "length", cut.get(LENGTH, ())
-            yield from (("heads", heads), ("kv_heads", heads))
-    # Of attention that is not one operation, all heads are on each device.
-    yield from ((name, ()) for name in ("length", "heads", "kv_heads", "head_dim"))
 
 
 def exchange_seconds(
@@ -95,8 +81,9 @@ def exchanges(
     if what is None or shards == 1:
         return
     parts = network.degree(axis for axes in cut.values() for axis in axes)
+    heads = network.degree(cut.get(HEADS, ()))
     arrays = operation.operands[:3]
     held = [edge.bytes / parts for edge in arrays]
     width = arrays[1].bytes // classes.tensors[arrays[1].tensor].elements
     for is_gradient in (False, True):
-        yield from exchanged(what, shards, held, width, is_gradient=is_gradient)
+        yield from exchanged(what, shards, heads, held, width, is_gradient=is_gradient)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from shardlib.cost.traced.primitives import PARAMS_TABLE
-from shardlib.find.context import attended_axes, attention_rules
+from shardlib.find.attention_choices import attention_rules
+from shardlib.find.context import attended_axes
 from shardlib.find.equivalence import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.experts import EXPERT, experts_of
 from shardlib.find.opt_state import StateCuts, with_state_cut
@@ -70,8 +71,9 @@ def named_rules(
             axis, cut = classes.tensors[number].axes[0], solution.layouts[number][0]
             tables["activation"].setdefault(names[axis], (cut, False))
     is_named = bool(solution.rules)
-    if attends and not is_named:
-        for name, cut in attention_rules(classes, solution.cuts):
+    asked, asked_partly = attention_rules(classes, solution.cuts)
+    for name, cut in asked.items() if attends else ():
+        if cut or not is_named:
             tables["activation"].setdefault(name, (cut, False))
     by_class: dict[int, _Names] = {}
     for number in sorted(solution.layouts, key=lambda n: -classes.tensors[n].weight):
@@ -89,6 +91,7 @@ def named_rules(
             row.append(_name(tables[tensor.kind], names[axis], row, rule) if size > 1 else None)
         by_class[number] = tuple(row)
     partly = _partly_met(classes, solution)
+    partly["activation"] |= asked_partly
     rules = AxisRules(
         params=_table(tables["param"], partly["param"]),
         activations=_table(tables["activation"], partly["activation"])

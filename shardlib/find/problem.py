@@ -20,6 +20,7 @@ from typing import get_args
 
 from shardlib.cost.machine.rates import Rates
 from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
+from shardlib.find.attention_choices import AttentionChoices
 from shardlib.find.axes import SLICE
 from shardlib.find.context import CONTEXT, exchange_seconds
 from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
@@ -65,8 +66,8 @@ class Objective:
     capacity_bytes: float
     param_axes: frozenset[str]
     """Mesh axes that may cut any dim of parameters."""
-    batch_axes: frozenset[str]
-    """Mesh axes over which parameters are gathered where they are used."""
+    batch_axes: tuple[str, ...]
+    """Mesh axes that cut the batch, over which parameters are gathered where they are used."""
     pinned_axes: Mapping[int, tuple[str, ...]]
     """Mesh axes of discovered axes in activations."""
     pinned_params: Mapping[int, Dims]
@@ -129,14 +130,18 @@ class LayoutProblem(IntegerProgram):
         self.rule_seconds = _RULE_SHARE * self._least_seconds()
         axes = self.network.axes
         subsets = (c for n in range(len(axes) + 1) for c in itertools.combinations(axes, n))
+        cuts = [self._ordered(subset) for subset in subsets]
         self.named = NamedChoices(
             self,
             classes,
             self.network.sizes,
-            map(self._ordered, subsets),
+            cuts,
             objective.param_axes,
             objective.experts,
             self.rule_seconds,
+        )
+        self.attention = AttentionChoices(
+            self, classes, self.network, objective.batch_axes, self.named.columns, cuts
         )
         for number in self._live():
             self._add_tensor(number, classes.tensors[number])
@@ -365,6 +370,8 @@ class LayoutProblem(IntegerProgram):
         self._cut_variables.append(variables)
         self.row([(col, 1.0) for col, _ in variables.values()], 1, 1)
         self._tie_reads(operation, variables)
+        if operation.attention is not None:
+            self.attention.tie(operation, ((cut, col) for col, cut in variables.values()))
         for position, edge in enumerate(edges):
             by_pieces: dict[tuple[Dims, frozenset[str]], list[int]] = collections.defaultdict(list)
             is_result = position >= len(operation.operands)
@@ -398,8 +405,7 @@ class LayoutProblem(IntegerProgram):
         axes = self.network.axes
         places_of = {EXPERT: self._factors_of(operation, self._takes_experts)}
         places_of[CONTEXT] = self._factors_of(operation, self._is_position)
-        attends = operation.attention is not None
-        if attends:
+        if LENGTH in options and operation.attention is not None:
             options.remove(LENGTH)  # Only `CONTEXT` cuts it.
         for places in itertools.product(*((None, *places_of.get(a, options)) for a in axes)):
             cut: Assignment = {}
@@ -408,9 +414,8 @@ class LayoutProblem(IntegerProgram):
                     cut[factor] = (*cut.get(factor, ()), axis)
             cut = {factor: self._ordered(names) for factor, names in cut.items()}
             whole = (factors.sizes[f] % self.network.degree(names) for f, names in cut.items())
-            # Attention shares rows wherever their positions are cut.
-            shares = not attends or (CONTEXT in axes) == (LENGTH in cut)
-            if not any(whole) and shares and not self._keeps_params_cut(operation, cut):
+            runs = operation.attention is None or self.attention.runs(operation, cut)
+            if not any(whole) and runs and not self._keeps_params_cut(operation, cut):
                 yield cut
 
     def _factors_of(self, operation: OperationClass, takes: Callable[[int], bool]) -> list[int]:
@@ -436,7 +441,7 @@ class LayoutProblem(IntegerProgram):
         factors = {f for edge in used for f in edge.dims if f is not None}
         apart = operation.factors.shared if operation.multiplies else ()
         axes = {a for f in factors for a in cut.get(f, ()) if a != EXPERT or f not in apart}
-        return bool(axes & self.objective.batch_axes)
+        return not axes.isdisjoint(self.objective.batch_axes)
 
     def work_seconds(self, operation: OperationClass, cut: Assignment) -> float:
         if not operation.multiplies:
@@ -444,11 +449,14 @@ class LayoutProblem(IntegerProgram):
         parts = self.network.degree(axis for axes in cut.values() for axis in axes)
         flops = _PRODUCTS * operation.factors.flops * operation.times
         seconds = flops / parts / self.rates.flops
-        if operation.attention is not None:
+        attention = operation.attention
+        if attention is None:
+            return seconds
+        sent = exchange_seconds(self.classes, operation, cut, self.network) * operation.times
+        if attention.method == "ring":
             # Devices compute with the keys that they have while others arrive.
-            shared = exchange_seconds(self.classes, operation, cut, self.network)
-            seconds = max(seconds, shared * operation.times)
-        return seconds
+            return max(seconds, sent)
+        return seconds + (1 - self.rates.hide_tensor) * sent
 
     def pending(
         self, operation: OperationClass, cut: Assignment, edge: Edge, *, is_result: bool

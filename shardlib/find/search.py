@@ -107,7 +107,7 @@ class Search:
 
     @functools.cached_property
     def _rows(self) -> FoundRows:
-        return rows_of(self.classes)
+        return rows_of(self.classes, self.traced.unshared)
 
     def _unshared(self, devices: int) -> list[str]:
         """Returns why devices along `context` cannot share the rows of the model."""
@@ -466,7 +466,7 @@ class Search:
             capacity_bytes=self.capacity_bytes,
             reserved_bytes=RUNTIME_BYTES[self.cluster.platform],
             param_axes=PARAM_AXES,
-            batch_axes=frozenset(batch),
+            batch_axes=batch,
             pinned_axes=pinned,
             pinned_params=self._pinned_params(layout),
             experts=self._experts,

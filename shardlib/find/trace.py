@@ -11,7 +11,7 @@ from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
-from shardlib.nn.attention.as_one import attention_is_met
+from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
 from shardlib.plan.workloads.tracing import LossFn, names_met, naming, total_loss
@@ -44,6 +44,8 @@ class TracedLoss:
     """Bytes of the optimizer state among them."""
     attends: bool = False
     """Whether the model calls `attend`, which asks for rules of activations by name."""
+    unshared: tuple[str, ...] = ()
+    """Why `attend` refuses devices along `context`."""
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
@@ -112,6 +114,7 @@ def trace_loss(
         state_bytes,
         moment_bytes,
         attention_is_met(),
+        unshared_attention(),
     )
 
 

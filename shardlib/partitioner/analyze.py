@@ -31,6 +31,7 @@ from shardlib.jaxprs import (
     is_literal,
     scan_parts,
 )
+from shardlib.partitioner.attention import rules_cut
 from shardlib.partitioner.backward_layouts import Readers, wanted_layouts
 from shardlib.partitioner.choose import CutProblem, choose
 from shardlib.partitioner.factors import ELEMENTWISE, Assignment, Factors, dims_of, factors_of
@@ -202,7 +203,9 @@ class LayoutWalk:
             zero = bool(ins) and ins[0].zero and operation.name in _KEEPS_ZERO
             results = [made(v.aval.shape, zero=zero) for v in operation.outvars]
             return Step(operation, tuple(ins), tuple(results), factors=factors)
-        cut = choose(self._choice(operation, ins, factors), self.sizes)
+        cut = rules_cut(operation)
+        if cut is None:
+            cut = choose(self._choice(operation, ins, factors), self.sizes)
         pending = frozenset[str]().union(*kept)
         pairs = list(zip(ins, factors.operands, strict=True))
         operands = tuple(ValueLayout(dims_of(dims, cut), have.pending) for have, dims in pairs)

@@ -1,9 +1,14 @@
 """Factors of attention that is traced as one operation."""
 
 from shardlib.jaxprs import Operation
+from shardlib.mesh import entry_axes
 from shardlib.nn.attention.as_one import RowAttention
+from shardlib.nn.attention.order import AXIS
+from shardlib.nn.attention.plan import row_axes
+from shardlib.nn.attention.region import cut_by_rules
 from shardlib.partitioner.factors import (
     Arrays,
+    Assignment,
     DevicePiece,
     Dim,
     Factors,
@@ -11,25 +16,28 @@ from shardlib.partitioner.factors import (
     piece_shape,
     rule,
 )
+from shardlib.sharding.constrain import active
 from shardlib.sharding.shared_rows import OPAQUE
 
 ROWS, LENGTH, HEADS = 0, 1, 2
-"""The factors of attention. Devices that cut the length share rows by a method of `attend`."""
+"""The factors of attention. The length is one only if devices may share rows."""
 _BACKWARD = 2.5
 """Products of the gradient for each of attention, as in `cost.machine.kernels.FusedAttention`."""
 
 
 @rule(OPAQUE)
 def attention(operation: Operation) -> Factors | None:
-    """Rows, positions and key-value heads are factors of all operands. The gradient of sinks is a
-    sum over rows and positions, and other gradients are not: with sinks it is whole."""
+    """Rows, positions and key-value heads are factors of all operands. Keys of another length have
+    whole rows, as have their queries. The gradient of sinks is a sum over rows and positions, and
+    other gradients are not: with sinks it is whole."""
     what, _ = operation.params["what"]
     if not isinstance(what, RowAttention):
         return None
     query, key, value = (var.aval.shape for var in operation.invars[:3])
     is_gradient = operation.params["linear"]
-    operands = [_dims(var.aval.shape) for var in operation.invars]
-    results = [_dims(shape) for shape, _ in operation.params["results"]]
+    length = LENGTH if what.shares_rows else None
+    operands = [_dims(var.aval.shape, length) for var in operation.invars]
+    results = [_dims(shape, length) for shape, _ in operation.params["results"]]
     if is_gradient and (HEADS,) in results:
         return None
     flops = 2.0 * query[0] * query[1] * what.length * what.kernel.share * query[2]
@@ -44,6 +52,25 @@ def attention(operation: Operation) -> Factors | None:
     return Factors(tuple(operands), tuple(results), sizes, flops=flops, what=what, local=local)
 
 
-def _dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+def rules_cut(operation: Operation) -> Assignment | None:
+    """Returns how the active rules cut attention, as the region of `attend` does in a run; None for
+    other operations, or without rules. Heads are cut only if key-value heads are."""
+    scope = active()
+    what = operation.params["what"][0] if operation.name == OPAQUE else None
+    if scope is None or not isinstance(what, RowAttention):
+        return None
+    query, key = (var.aval.shape for var in operation.invars[:2])
+    rows, heads, kv_heads = cut_by_rules(scope, query, key)
+    shared = what.shares_rows and AXIS in row_axes(scope, what.length)
+    cut = {
+        ROWS: entry_axes(rows),
+        LENGTH: (AXIS,) if shared else (),
+        HEADS: entry_axes(heads) if heads == kv_heads else (),
+    }
+    kept = {f: tuple(a for a in axes if scope.sizes[a] > 1) for f, axes in cut.items()}
+    return {factor: axes for factor, axes in kept.items() if axes}
+
+
+def _dims(shape: tuple[int, ...], length: Dim) -> tuple[Dim, ...]:
     """Returns the factors of the dims of an array of heads, of segment ids, or of sinks."""
-    return {4: (ROWS, LENGTH, HEADS, None), 2: (ROWS, LENGTH), 1: (HEADS,)}[len(shape)]
+    return {4: (ROWS, length, HEADS, None), 2: (ROWS, length), 1: (HEADS,)}[len(shape)]

@@ -56,7 +56,7 @@ def test_a_mesh_with_context_needs_attention_that_shares_rows():
     with pytest.raises(MeshError, match=r"LM cannot cut.*no attention.*\n  Leave context out"):
         find(LM, loss=loss, rows=16, length=512, mesh="fsdp=4,context=2")
     short = functools.partial(named, length=100)
-    with pytest.raises(MeshError, match=r"context=8: rows of 100 positions do not divide"):
+    with pytest.raises(MeshError, match=r"context=8: 8 devices do not divide rows of 100"):
         find(short, rows=16, length=100, mesh="context=8")
 
 

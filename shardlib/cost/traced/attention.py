@@ -35,10 +35,11 @@ def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Sha
     """
     query, key = (_cut(laid.spec) for laid in shardings[:2])
     heads = query[2] if query[2] == key[2] else ()
-    wanted = query[0], query[1], heads
+    what = description(equation)
+    shares_rows = what is None or what.shares_rows
+    wanted = query[0], query[1] if shares_rows else (), heads
     for var, laid in zip(equation.invars, shardings, strict=True):
         spread.relaid(var.aval, laid, _spec(wanted, len(var.aval.shape)))
-    what = description(equation)
     if what is not None:
         _exchange(spread, equation, what, _spec(wanted, 4))
     return [ValueSharding(_spec(wanted, len(v.aval.shape))) for v in equation.outvars]
@@ -61,14 +62,22 @@ def _exchange(spread: Spreading, equation: Equation, what: RowAttention, spec: S
     arrays = [var.aval for var in equation.invars[:3]]
     parts = spread.shards(tuple(axis for axes in spec for axis in axes))
     held = [nbytes(x) / parts for x in arrays]
+    # The program may be that of one device already.
     shards = round(what.length / arrays[0].shape[1] * spread.shards(spec[1]))
+    heads = round(what.heads / arrays[0].shape[2] * spread.shards(spec[2]))
     width, is_gradient = arrays[1].dtype.itemsize, equation.params["linear"]
-    for kind, num_bytes in exchanged(what, shards, held, width, is_gradient=is_gradient):
+    for kind, num_bytes in exchanged(what, shards, heads, held, width, is_gradient=is_gradient):
         spread.send(kind, (AXIS,), num_bytes)
 
 
 def exchanged(
-    what: RowAttention, shards: int, held: Sequence[float], width: int, *, is_gradient: bool
+    what: RowAttention,
+    shards: int,
+    parts: int,
+    held: Sequence[float],
+    width: int,
+    *,
+    is_gradient: bool,
 ) -> Iterator[tuple[Kind, float]]:
     """Yields the collectives along `context` of attention or of its gradient, and their bytes as in
     `Link.seconds`.
@@ -76,17 +85,18 @@ def exchanged(
     Args:
         what: The attention.
         shards: The devices that share a row.
+        parts: Parts into which the heads are cut.
         held: Bytes of the query, the keys and the values on a device.
         width: Bytes of an element of the keys.
         is_gradient: Whether it is the gradient, which computes the scores again.
     """
     query, shared = held[0], held[1] + held[2]
     gradients = shared / width * _FLOAT32
-    if shards == 1:
+    if shards == 1 or not what.shares_rows:
         return
     if what.method == "ulysses":
-        # Query, keys, values and the result; backward these, and the gradients of the first three.
-        yield "all_to_all", (2 if is_gradient else 1) * (query + shared) + query
+        # Query, keys, values and the result, or their gradients: exchanged operands are kept.
+        yield "all_to_all", 2 * query + shared * what.key_copies(shards, parts)
     elif what.method == "gather":
         yield "all_gather", shards * shared
         if is_gradient:

@@ -8,8 +8,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -17,8 +18,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from shardlib.nn.attention.backends import Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.mask import Mask
-from shardlib.nn.attention.plan import WHOLE_ROWS, ContextMethod
+from shardlib.nn.attention.order import Order
+from shardlib.nn.attention.plan import WHOLE_ROWS, ContextMethod, sharing_faults
 from shardlib.nn.attention.stand_in import Kernel, kernel_for
+from shardlib.nn.attention.ulysses import kv_heads_of
 from shardlib.nn.remat import ATTENDED, tag
 from shardlib.sharding.shared_rows import opaque
 
@@ -27,29 +30,70 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RowAttention:
-    """Attention of the positions of a row to each other, on any number of devices.
+    """Attention of the positions of a row to each other, or to a row of another length, on any
+    number of devices.
 
     As an operation it has the operands of `attend` without those that are None: query, key, value,
     segment ids of queries and keys, sinks; and its gradient has also that of the result.
     """
 
     mask: Mask
-    method: ContextMethod
-    """The method by which devices along `context` share a row; never `auto`."""
+    method: Literal["none", "ring", "gather", "ulysses"]
+    """The method by which devices along `context` share a row; `none` for keys of another length:
+    every device has whole rows."""
+    backend: Backend
+    """The backend that the model asks for."""
+    order: Order
+    """The order of the row without devices along `context`: `plan_context` gives a model that asks
+    for none zig-zag order only where that fits."""
     length: int
-    """Positions of a whole row."""
+    """Keys of a whole row."""
+    heads: int
+    kv_heads: int
     kernel: Kernel
     """The kernel of a device."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether devices along `context` share rows."""
+        return self.method != "none"
+
+    def faults(self, shards: int, parts: int = 1) -> list[str]:
+        """Returns why `shards` devices along `context` cannot share rows, if heads are in
+        `parts`."""
+        if not self.shares_rows:
+            return []
+        return sharing_faults(
+            self.method,
+            backend=self.backend,
+            order=self.order,
+            length=self.length,
+            shards=shards,
+            heads=self.heads,
+            parts=parts,
+        )
+
+    def key_copies(self, shards: int, parts: int = 1) -> float:
+        """Returns the key-value heads that a device sends to `shards` devices for each of its own,
+        if heads are in `parts`: more than one by `ulysses` where devices share a head."""
+        heads, kv_heads = self.heads // parts, self.kv_heads // parts
+        if self.method != "ulysses" or heads % shards:
+            return 1.0
+        return kv_heads_of(heads, kv_heads, shards).size / kv_heads
 
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
     platform: str
     every: bool
+    number: int
     met: list[bool] = dataclasses.field(default_factory=list)
     """For each attention that was traced, whether it is one operation."""
+    unshared: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Why `attend` would refuse a mesh with devices along `context`."""
 
 
+_numbers = itertools.count()
 _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("as_one", default=None)
 
 
@@ -57,10 +101,12 @@ _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("as_one
 def attention_as_one(platform: str, *, every: bool) -> Iterator[None]:
     """Traces attention of rows to themselves as one operation, which cannot run: that for which a
     platform has a kernel, or all of it for a mesh with devices along `context`."""
-    token = _wanted.set(_Wanted(platform, every))
+    wanted = _Wanted(platform, every, next(_numbers))
+    token = _wanted.set(wanted)
     try:
-        # JAX keeps functions that it has traced apart by this metadata: none of them may run.
-        with set_xla_metadata(shardlib_attention="as one"):
+        # JAX keeps functions that it has traced apart by this metadata: none of them may run, and
+        # each context meets the attention of all functions.
+        with set_xla_metadata(shardlib_attention=f"as one {wanted.number}"):
             yield
     finally:
         _wanted.reset(token)
@@ -86,6 +132,20 @@ def attention_is_met() -> bool:
     return wanted is not None and bool(wanted.met)
 
 
+def note_unshared(fault: str) -> None:
+    """Notes within `attention_as_one` why `attend` would refuse devices along `context`."""
+    wanted = _wanted.get()
+    if wanted is not None:
+        wanted.unshared[fault] = None
+
+
+def unshared_attention() -> tuple[str, ...]:
+    """Returns why `attend` would refuse devices along `context`, by the attention that was traced
+    so far within `attention_as_one`."""
+    wanted = _wanted.get()
+    return () if wanted is None else tuple(wanted.unshared)
+
+
 def as_one(
     query: jax.Array,
     key: jax.Array,
@@ -96,6 +156,7 @@ def as_one(
     mask: Mask,
     backend: Backend,
     context: ContextMethod,
+    order: Order,
 ) -> jax.Array | None:
     """Returns what stands for the result of `attend`; None if its operations are to be traced."""
     wanted = _wanted.get()
@@ -112,14 +173,15 @@ def as_one(
         lengths=(query.shape[1], key.shape[1]),
         platform=wanted.platform,
     )
-    is_one = query.shape[1] == key.shape[1] and (resolved.backend != "xla" or wanted.every)
+    is_row = query.shape[1] == key.shape[1]
+    is_one = resolved.backend != "xla" or (is_row and wanted.every)
     wanted.met.append(is_one)
     if not is_one:
         return None
-    method = context
-    if method == "auto":
-        method = "ulysses" if backend in WHOLE_ROWS else "ring"
+    usual = "ulysses" if backend in WHOLE_ROWS else "ring"
+    method = "none" if not is_row else usual if context == "auto" else context
     result = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), value.dtype)
     kernel = kernel_for(resolved.backend, mask, query, key)
-    what = RowAttention(mask, method, query.shape[1], kernel)
+    lengths = key.shape[1], query.shape[2], key.shape[2]
+    what = RowAttention(mask, method, backend, order, *lengths, kernel)
     return tag(opaque(what, (query, key, value, *segments, sinks), result), ATTENDED)

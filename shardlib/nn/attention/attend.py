@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float, Int
 
 from shardlib.errors import ModelError
-from shardlib.nn.attention.as_one import as_one
+from shardlib.nn.attention.as_one import as_one, note_unshared
 from shardlib.nn.attention.backends import Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments, blockwise
 from shardlib.nn.attention.gather import gathered_attention
@@ -88,7 +88,7 @@ def attend(
         lengths = (query.shape[1], key.shape[1])
         at, kv_at = map(places, lengths, (positions, kv_positions), segments)
         return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)
-    return _by_plan(plan, backend, context, mask, query, key, value, segments, sinks)
+    return _by_plan(plan, backend, context, order, mask, query, key, value, segments, sinks)
 
 
 def _planned(
@@ -179,21 +179,25 @@ def _check_options(
         )
     if not explicit and query.shape[1] == key.shape[1]:
         return
-    uses_it = context != "auto" and axis_size(AXIS) > 1
-    options = [f"context={context!r}"] if uses_it else []
+    is_shared = axis_size(AXIS) > 1
+    if context != "auto" and not is_shared:
+        note_unshared(_for_rows_alone(f"context={context!r}"))
+    options = [f"context={context!r}"] if context != "auto" and is_shared else []
     options += [] if order == "contiguous" else [f"order={order!r}"]
     if options:
         named = " and ".join(options)
-        raise ModelError(
-            f"attention with {named} is for self-attention without explicit positions or a bias.\n"
-            f"  Leave out {named}."
-        )
+        raise ModelError(f"{_for_rows_alone(named)}.\n  Leave out {named}.")
+
+
+def _for_rows_alone(options: str) -> str:
+    return f"attention with {options} is for self-attention without explicit positions or a bias"
 
 
 def _by_plan(
     plan: ContextPlan,
     backend: Backend,
     context: ContextMethod,
+    order: Order,
     mask: Mask,
     query: jax.Array,
     key: jax.Array,
@@ -204,7 +208,7 @@ def _by_plan(
     arrays = (query, key, value, segments, sinks)
     if is_plain():
         return _in_proof(plan, mask, *arrays)
-    one = as_one(*arrays, mask=mask, backend=backend, context=context)
+    one = as_one(*arrays, mask=mask, backend=backend, context=context, order=order)
     if one is not None:
         return one
     if plan.method in ("ring", "gather"):

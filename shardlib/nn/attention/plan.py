@@ -86,7 +86,7 @@ def plan_context(
     method, why = _method(scope, context, backend)
     best, why_order = _order(method, length // shards, shards, causal, window, dropout)
     order = order or best
-    faults = _faults(scope, method, context, backend, heads, length // shards, order, dropout)
+    faults = _faults(scope, method, backend, order, length, heads, dropout)
     if faults:
         raise ModelError(
             f"attention by {method} over {AXIS}={shards} cannot work: {'; '.join(faults)}.\n"
@@ -164,24 +164,63 @@ def _order(
 def _faults(
     scope: Scope,
     method: str,
-    context: ContextMethod,
     backend: Backend,
-    heads: int,
-    here: int,
     order: Order,
+    length: int,
+    heads: int,
     dropout: float,
 ) -> list[str]:
+    return sharing_faults(
+        method,
+        backend=backend,
+        order=order,
+        length=length,
+        shards=_shards(scope),
+        heads=heads,
+        parts=scope.parts("heads", heads) if method == "ulysses" else 1,
+        dropout=dropout,
+        stages=_stages(scope),
+    )
+
+
+def sharing_faults(
+    method: str,
+    *,
+    backend: Backend,
+    order: Order,
+    length: int,
+    shards: int,
+    heads: int,
+    parts: int = 1,
+    dropout: float = 0.0,
+    stages: int = 1,
+) -> list[str]:
+    """Returns why `shards` devices cannot share rows of `length` positions by a method.
+
+    Args:
+        method: `ring`, `gather` or `ulysses`.
+        backend: As in `attend`.
+        order: The order of the row.
+        length: Positions of a whole row.
+        shards: Devices along `context`.
+        heads: Query heads of the model.
+        parts: Parts into which the rules cut the heads.
+        dropout: As in `plan_context`.
+        stages: Pipeline stages of the mesh.
+    """
+    here, left = divmod(length, shards)
+    if left:
+        return [f"{shards} devices do not divide rows of {length} positions"]
     faults = []
-    shards = _shards(scope)
     if order == "zigzag" and dropout > 0:
         faults.append(f"zig-zag order would change the masks of dropout={dropout}")
-    if method == "ring" and _stages(scope) > 1:
+    if method == "ring" and stages > 1:
         faults.append(
             "its hops are collective-permutes, in which idle pipeline stages would have to take "
-            f"part, and the mesh has stage={_stages(scope)}"
+            f"part, and the mesh has stage={stages}"
         )
     if method == "ulysses":
-        over = heads // scope.parts("heads", heads)
+        over = heads // parts
         if over % shards:
             split = "" if over == heads else f" (of {heads}, after the split by the rules)"
             faults.append(f"{over} heads{split} cannot be divided over {shards} devices")

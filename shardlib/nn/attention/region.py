@@ -13,7 +13,7 @@ from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.order import AXIS
 from shardlib.nn.attention.ulysses import kv_heads_of
-from shardlib.sharding.constrain import active, manual_axes
+from shardlib.sharding.constrain import Scope, active, manual_axes
 from shardlib.sharding.manual import manual
 from shardlib.sharding.shared_rows import row_parts
 
@@ -50,10 +50,7 @@ def in_region(
     scope = active()
     if scope is None:
         return local(query, key, value, segments, sinks)
-    names = ("batch", None, "heads", "head_dim")
-    batch, _, heads, _ = scope.sharding(names, query.shape, "activations").spec
-    names = ("batch", None, "kv_heads", "head_dim")
-    kv_heads = scope.sharding(names, key.shape, "activations").spec[2]
+    batch, heads, kv_heads = cut_by_rules(scope, query.shape, key.shape)
     length = AXIS if over_context and row_parts() == 1 else None
     axes = entry_axes(batch) + entry_axes(length) + entry_axes(heads)
     if whole_mesh and math.prod(mesh_sizes(scope.mesh).values()) > 1:
@@ -80,3 +77,14 @@ def in_region(
     of_sinks = None if sinks is None else P(heads)
     region = manual(on_device, axes, (split, kv_split, kv_split, rows, of_sinks), split)
     return region(query, key, value, segments, sinks)
+
+
+def cut_by_rules(
+    scope: Scope, query_shape: tuple[int, ...], key_shape: tuple[int, ...]
+) -> tuple[Any, Any, Any]:
+    """Returns the entries of a `PartitionSpec` by which the rules cut rows, query heads and
+    key-value heads."""
+    names = ("batch", None, "heads", "head_dim")
+    batch, _, heads, _ = scope.sharding(names, query_shape, "activations").spec
+    names = ("batch", None, "kv_heads", "head_dim")
+    return batch, heads, scope.sharding(names, key_shape, "activations").spec[2]

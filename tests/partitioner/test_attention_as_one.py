@@ -1,0 +1,56 @@
+"""Attention that is traced as one operation is cut as its region is in a run."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardlib as sl
+from shardlib.mesh import abstract_mesh
+from shardlib.nn.attention import attend
+from shardlib.nn.attention.as_one import attention_as_one
+from shardlib.partitioner import ValueLayout, analyze, trace
+from shardlib.sharding.shared_rows import OPAQUE
+
+RULES = sl.rules.STANDARD
+
+
+def layouts(mesh, query_dims, *, rules=RULES, kv_length=512, heads=4):
+    """Returns the layouts in which attention takes the query and the keys, and its result's, on
+    a mesh where query, keys and values have the same layout, and the bytes that it moves."""
+    query, key = (
+        jax.ShapeDtypeStruct((4, length, heads, 16), jnp.bfloat16) for length in (512, kv_length)
+    )
+    with attention_as_one("gpu", every=True):
+        traced = trace(lambda q, k: attend(q, k, k, causal=False), (query, key))
+    devices = mesh.count("=") * 2
+    with sl.use(abstract_mesh(mesh, devices), rules) as scope:
+        inputs = [ValueLayout(query_dims)] * 2
+        program = analyze(traced, scope, inputs, lambda _: [None], ("fsdp",)).program
+    (step,) = (one for one in program.walk() if one.operation.name == OPAQUE)
+    return [one.dims for one in (*step.operands[:2], step.results[0])], step.moved_bytes
+
+
+WHOLE = ((),) * 4
+
+
+def test_positions_over_tensor_are_not_free():
+    """No device has the keys of others without a move."""
+    taken, moved = layouts("tensor=2", ((), ("tensor",), (), ()))
+    assert taken == [((), (), ("tensor",), ())] * 3
+    assert moved > 0
+
+
+@pytest.mark.parametrize("kv_length", [512, 256], ids=["row", "other length"])
+def test_only_rows_to_themselves_are_shared(kv_length):
+    dims = (("fsdp",), ("context",), (), ())
+    taken, moved = layouts("fsdp=2,context=2", dims, kv_length=kv_length)
+    shared = ("context",) if kv_length == 512 else ()
+    assert taken == [(("fsdp",), shared, (), ())] * 3
+    assert (moved > 0) == (kv_length == 256)
+
+
+def test_heads_follow_the_rules_and_not_the_operands():
+    dims = ((), (), ("tensor",), ())
+    whole = RULES.override(activations={"heads": None, "kv_heads": None})
+    assert layouts("tensor=2", dims, rules=whole)[0] == [WHOLE] * 3
+    assert layouts("tensor=2", WHOLE)[0] == [dims] * 3
