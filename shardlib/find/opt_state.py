@@ -13,12 +13,49 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from shardlib.find.equivalence import Classes, TensorClass
+from jax.extend.core import Jaxpr
+
+from shardlib.find.equivalence import MIN_ELEMENTS, Classes, TensorClass
+from shardlib.jaxprs import Operation, flatten, subprograms
+from shardlib.partitioner.factors import ELEMENTWISE
 from shardlib.partitioner.layout import Dims
 from shardlib.rules import AxisRules
 
 Cut = tuple[str, ...]
 """Mesh axes of a dim."""
+_MADE = frozenset({"broadcast_in_dim", "iota", "random_bits"})
+"""Operations whose results are made in parts."""
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
+_MOST_LEFT = 0.01
+"""Part of its operand that a reduction may leave, so that a sum over devices costs little next to
+the gather of the updated parameter."""
+
+
+def updates_apart(update: Jaxpr) -> bool:
+    """Returns whether an optimizer can update each part of a parameter on another device.
+
+    Elements may meet in reductions to a few numbers, such as a norm or the rows and columns of
+    Adafactor (Shazeer and Stern 2018). In a product of matrices, as Muon has, all parts would be
+    gathered first.
+
+    Args:
+        update: The program of an update, from gradients, optimizer state and parameters.
+    """
+    return all(map(_is_apart, flatten(update).operations))
+
+
+def _is_apart(operation: Operation) -> bool:
+    def elements(atoms: Sequence) -> int:
+        return max((math.prod(getattr(x.aval, "shape", ())) for x in atoms), default=0)
+
+    taken, made = elements(operation.invars), elements(operation.outvars)
+    if max(taken, made) < MIN_ELEMENTS:
+        return True  # Small parameters have whole state.
+    if inner := list(subprograms(operation.equation)):
+        return all(map(updates_apart, inner))
+    if operation.name in _REDUCTIONS:
+        return made <= _MOST_LEFT * taken
+    return operation.name in ELEMENTWISE or operation.name in _MADE
 
 
 class StateCuts:

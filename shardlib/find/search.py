@@ -28,6 +28,7 @@ from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
+from shardlib.find.opt_state import updates_apart
 from shardlib.find.problem import LayoutProblem, Objective, Solution, does_not_fit
 from shardlib.find.trace import GRADIENT_BYTES, INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import Traffic, predicted_traffic
@@ -108,6 +109,10 @@ class Search:
     @functools.cached_property
     def _rows(self) -> FoundRows:
         return rows_of(self.classes, self.traced.unshared)
+
+    @functools.cached_property
+    def _updates_apart(self) -> bool:
+        return updates_apart(self.workload.step.update)
 
     def _unshared(self, devices: int) -> list[str]:
         """Returns why devices along `context` cannot share the rows of the model."""
@@ -328,10 +333,11 @@ class Search:
 
     def _apart(self, objective: Objective, layout: Layout) -> list[tuple[str, Objective]]:
         """Returns objectives with optimizer state in more parts than its parameters, and with
-        gradients in these parts as well, by the names of the presets; none if no mesh axis can cut
-        them so. Gradients that are summed once go straight to the parts that are updated."""
+        gradients in these parts as well, by the names of the presets. There are none if no mesh
+        axis can cut them so, or if parts cannot be updated apart. Gradients that are summed once go
+        straight to the parts that are updated."""
         axes = tuple(axis for axis in _STATE_AXES if layout.size(axis) > 1)
-        if not axes or self.given is not None:
+        if not axes or self.given is not None or not self._updates_apart:
             return []
         moments = self.traced.moment_bytes
         both = moments + GRADIENT_BYTES

@@ -2,12 +2,15 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from unannotated_lm import LM, batch, loss, shapes
 
 import shardlib as sl
 from shardlib.errors import DoesNotFitError
+from shardlib.find.opt_state import updates_apart
 from shardlib.registry import DataSpec
 from shardlib.rules import from_yaml, to_yaml
 from shardlib_models.transformer import FAMILY
@@ -74,6 +77,45 @@ def test_parameters_are_not_gathered_in_many_microbatches(make, of):
     assert from_yaml(to_yaml(found.rules)) == found.rules
 
 
+def test_the_state_of_matrices_that_are_updated_whole_stays_whole():
+    """Muon multiplies whole momentum matrices; SGD has the same bytes of momentum."""
+    options = {"rows": 8, "length": 32, "memory_bytes": memory(12)}
+    momentum = find(optimizer=optax.sgd(1e-3, momentum=0.9), **options)
+    assert momentum.rules.opt_state is not None
+    with pytest.raises(DoesNotFitError):
+        find(optimizer=optax.contrib.muon(1e-3), **options)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (CLIPPED, True),
+        (optax.lamb(1e-3), True),
+        (optax.adafactor(1e-3), True),
+        (optax.MultiSteps(ADAM, 4), True),
+        (optax.apply_if_finite(CLIPPED, 4), True),
+        (optax.contrib.muon(1e-3), False),
+        (optax.flatten(ADAM), False),
+        (optax.adaptive_grad_clip(0.1), False),
+    ],
+    ids=["clip", "lamb", "adafactor", "multi steps", "if finite", "muon", "flatten", "unit norms"],
+)
+def test_parts_are_updated_apart_unless_elements_meet(optimizer, expected):
+    params = {"w": jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)}
+    params["v"], params["b"] = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((512, 512), (8,)))
+
+    def update(grads, state, params):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optimizer.update(grads, state, params)
+
+    state = jax.eval_shape(optimizer.init, params)
+    program = jax.make_jaxpr(update)(params, state, params).jaxpr
+    assert updates_apart(program) == expected
+
+
 def test_small_parameters_keep_their_state_whole():
     found = find(memory_bytes=memory(13), rows=8, length=32)
     paths = dict(found.rules.paths)
@@ -103,11 +145,17 @@ def test_they_train_as_one_device(mesh, microbatches, options):
 
 
 @pytest.mark.mesh
-def test_traffic_is_that_of_the_compiled_program():
-    found = find(rows=8, memory_bytes=memory(14), precision="f32")
+@pytest.mark.parametrize(
+    ("optimizer", "element_bytes"),
+    [(ADAM, 14), (optax.adafactor(1e-3), 9)],
+    ids=["adamw", "adafactor"],
+)
+def test_traffic_is_that_of_the_compiled_program(optimizer, element_bytes):
+    options = {"optimizer": optimizer, "memory_bytes": memory(element_bytes)}
+    found = find(rows=8, precision="f32", **options)
     assert found.rules.opt_state is not None
     with sl.use(sl.make_mesh("data=8"), found.rules):
-        state = sl.abstract_state(large, ADAM)
+        state = sl.abstract_state(large, optimizer)
         report = sl.explain(sl.make_train_step(loss), state, shapes(8, 512))
     compiled = sum(one.folded_bytes for one in report.collectives)
     assert sum(found.traffic.values()) == pytest.approx(compiled, rel=0.15)
