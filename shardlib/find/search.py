@@ -333,8 +333,8 @@ class Search:
 
     def _apart(self, objective: Objective, layout: Layout) -> list[tuple[str, Objective]]:
         """Returns objectives with optimizer state in more parts than its parameters, and with
-        gradients in these parts as well, by the names of the presets. There are none if no mesh
-        axis can cut them so, or if parts cannot be updated apart. Gradients that are summed once go
+        gradients in these parts as well, by the names of the presets; none if mesh axes cannot cut
+        them so, or the optimizer cannot update parts alone. Gradients that are summed once go
         straight to the parts that are updated."""
         axes = tuple(axis for axis in _STATE_AXES if layout.size(axis) > 1)
         if not axes or self.given is not None or not self._updates_apart:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
@@ -74,31 +75,45 @@ def opaque(
     arrays: Sequence[jax.Array | None],
     result: jax.ShapeDtypeStruct,
     dim: int = 1,
+    *,
+    tag: str | None = None,
 ) -> jax.Array:
     """Returns a value that is traced and never computed: the result of a shared operation, given as
     `what`, with its options. Operands with several dims are cut along `dim`, the dim of the
-    positions, as is the result; operands with one dim are whole."""
+    positions, as is the result; operands with one dim are whole. With a `tag` for remat policies
+    the gradient takes the result too, before the gradient of the result."""
     given = [x for x in arrays if x is not None]
-    return _opaque((what, dim), result.shape, jnp.dtype(result.dtype), *given)
+    return _opaque((what, dim), tag, result.shape, jnp.dtype(result.dtype), *given)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _opaque(what: Hashable, shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _opaque(
+    what: Hashable, tag: str | None, shape: tuple[int, ...], dtype: Any, *arrays: jax.Array
+) -> jax.Array:
+    return _bound(what, tag, shape, dtype, *arrays)
+
+
+def _bound(
+    what: Hashable, tag: str | None, shape: tuple[int, ...], dtype: Any, *arrays: jax.Array
+) -> jax.Array:
     (result,) = _shared.bind(*arrays, what=what, results=((shape, dtype),), linear=False)
-    return result
+    return result if tag is None else checkpoint_name(result, tag)
 
 
-def _forward(what: Hashable, shape: Any, dtype: Any, *arrays: jax.Array) -> Any:
-    return _opaque(what, shape, dtype, *arrays), arrays
+def _forward(what: Hashable, tag: str | None, shape: Any, dtype: Any, *arrays: jax.Array) -> Any:
+    # A call of `_opaque` would hide the tag from remat policies.
+    result = _bound(what, tag, shape, dtype, *arrays)
+    return result, (arrays, () if tag is None else (result,))
 
 
-def _backward(what: Hashable, shape: Any, dtype: Any, arrays: Any, grad: jax.Array) -> Any:
-    del shape, dtype
+def _backward(what: Hashable, tag: Any, shape: Any, dtype: Any, known: Any, grad: jax.Array) -> Any:
+    del tag, shape, dtype
+    arrays, result = known
     moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
     results = tuple(
         (x.shape, x.dtype) for x, is_float in zip(arrays, moving, strict=True) if is_float
     )
-    grads = iter(_shared.bind(*arrays, grad, what=what, results=results, linear=True))
+    grads = iter(_shared.bind(*arrays, *result, grad, what=what, results=results, linear=True))
     return tuple(next(grads) if is_float else None for is_float in moving)
 
 

@@ -22,7 +22,7 @@ from shardlib.nn.attention.order import Order
 from shardlib.nn.attention.plan import WHOLE_ROWS, ContextMethod, sharing_faults
 from shardlib.nn.attention.stand_in import Kernel, kernel_for
 from shardlib.nn.attention.ulysses import kv_heads_of
-from shardlib.nn.remat import ATTENDED, tag
+from shardlib.nn.remat import ATTENDED
 from shardlib.sharding.shared_rows import opaque
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class RowAttention:
     number of devices.
 
     As an operation it has the operands of `attend` without those that are None: query, key, value,
-    segment ids of queries and keys, sinks; and its gradient has also that of the result.
+    segment ids of queries and keys, sinks; and its gradient has also the result and its gradient.
     """
 
     mask: Mask
@@ -184,4 +184,5 @@ def as_one(
     kernel = kernel_for(resolved.backend, mask, query, key)
     lengths = key.shape[1], query.shape[2], key.shape[2]
     what = RowAttention(mask, method, backend, order, *lengths, kernel)
-    return tag(opaque(what, (query, key, value, *segments, sinks), result), ATTENDED)
+    # The gradient of a kernel takes its result: without it the kernel runs again.
+    return opaque(what, (query, key, value, *segments, sinks), result, tag=ATTENDED)
