@@ -455,18 +455,18 @@ class Scheduler:
         texts = [text for group in self._groups for text in group.texts]
         if not texts:
             return self.waiting[0] if self.waiting else None
-        fitting = {0: None, self._shape_of(texts[0].sequence): None}
+        fitting = (None, self._shape_of(texts[0].sequence))
         return next((one for one in self.waiting if self._shape_of(one) in fitting), None)
 
-    def _shape_of(self, sequence: SequenceState) -> EncoderShape | int:
-        """Returns the shape of the text of a sequence that is encoded; 0 if none is."""
+    def _shape_of(self, sequence: SequenceState) -> EncoderShape | None:
+        """Returns the shape of the text of a sequence that an encoder reads; None without one."""
         if not sequence.num_encoded:
-            return 0
+            return None
         return next(one for one in self._encoder_shapes if one.length >= sequence.num_encoded)
 
     def _has_row(self, group: _Group, sequence: SequenceState) -> bool:
         shape = self._shape_of(sequence)
-        return isinstance(shape, int) or len(group.texts) < shape.rows
+        return shape is None or len(group.texts) < shape.rows
 
     def _lanes_of(self, sequence: SequenceState, most: int) -> Iterator[Lane]:
         while most and sequence.computed < sequence.read_until:
