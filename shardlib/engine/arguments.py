@@ -58,7 +58,11 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
         ids = np.asarray(prompt)
     except ValueError:  # Rows of different lengths.
         ids = np.asarray(prompt, object)
-    if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
+    is_integers = np.issubdtype(ids.dtype, np.integer) or (
+        # Integers beyond 64 bits, which no model has as tokens.
+        ids.dtype == object and all(type(one) is int for one in ids.flat)
+    )
+    if ids.size and (ids.ndim != 1 or not is_integers):
         raise ModelError(
             f"the prompt is {ids.dtype}{list(ids.shape)}, expected a text or integers [n].\n"
             "  Give the text, or the list of its token ids."

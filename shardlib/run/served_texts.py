@@ -1,13 +1,14 @@
 """The texts that a served model reads and writes."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
-from shardlib.data.instruct.encode import prompt_of_chat
-from shardlib.data.instruct.template import ChatTemplate
+from shardlib.data.instruct.encode import Learned, chat_encoder
+from shardlib.data.instruct.template import ChatTemplate, Span
 from shardlib.errors import DataError
 from shardlib.evaluation import TextModel
 
@@ -45,10 +46,12 @@ class ServedTexts:
         Raises:
             DataError: If there is no chat template, or it refuses the messages.
         """
-        return prompt_of_chat(self.template(), self.text_model.tokenizer, messages, tools)
+        text = self.template.text(messages, tools, add_generation_prompt=True)
+        return self._chat_tokens(text, [])[0].tolist()
 
+    @functools.cached_property
     def template(self) -> ChatTemplate:
-        """Returns the chat template.
+        """The chat template.
 
         Raises:
             DataError: If the model has no chat template.
@@ -56,3 +59,7 @@ class ServedTexts:
         if self.text_model.template is None:
             raise DataError("the model has no chat template.\n  Use /v1/completions.")
         return self.text_model.template()
+
+    @functools.cached_property
+    def _chat_tokens(self) -> Callable[[str, Sequence[Span]], Learned]:
+        return chat_encoder(self.text_model.tokenizer)

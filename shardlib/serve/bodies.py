@@ -8,6 +8,8 @@ added, and `response_format` has the types `regex` and `lark` besides.
 import dataclasses
 import hashlib
 import json
+import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,6 +58,10 @@ _COMPLETION_TOKENS = 16
 """Tokens of a completion without `max_tokens`. Source: the OpenAI API reference."""
 _MOST_CHOICES = 128
 """Source: the OpenAI API reference, `n`."""
+MOST_STOPS = 16
+"""Stop texts of a body. Each is looked for after each token, while all requests wait."""
+_LONGEST_STOP = 1000
+"""Characters of each."""
 
 
 class BodyError(ShardlibError):
@@ -327,11 +333,27 @@ def _chat(given: Mapping[str, Any], speaker: Speaker) -> tuple[int, ...]:
     if not messages or not is_right:
         raise BodyError('messages are missing.\n  Give a list of {"role": ..., "content": ...}.')
     try:
-        return tuple(speaker.chat([_with_objects(one) for one in messages], tools or None))
+        read = [_with_objects(_with_text(one)) for one in messages]
+        return tuple(speaker.chat(read, tools or None))
     except UnicodeError as error:
         raise BodyError(f"messages are not Unicode: {error}.\n  Repair them.") from None
     except DataError as error:
         raise BodyError(str(error)) from None
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content is one text: that of its parts, one after the other."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [None]
+    texts = [one.get("text") if isinstance(one, Mapping) else None for one in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BodyError(
+            f"the content of a message is {reprlib.repr(content)}.\n"
+            '  Give a text, or a list of {"type": "text", "text": "..."}.'
+        )
+    return {**message, "content": "".join(texts)}  # type: ignore[arg-type]
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -369,8 +391,17 @@ def _sampling(
     if url == COMPLETIONS:
         most = 1 if _drops_answer(given) else _COMPLETION_TOKENS if most is None else most
     else:
+        if given.get("top_logprobs") and not logprobs:
+            raise BodyError("top_logprobs are given without logprobs.\n  Set logprobs, too.")
         logprobs = given.get("top_logprobs", 0) if logprobs else None
     stop = given.get("stop", ())
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    longest = max((len(one) for one in stop if isinstance(one, str)), default=0)
+    if len(stop) > MOST_STOPS or longest > _LONGEST_STOP:
+        raise BodyError(
+            f"stop has {len(stop)} texts of up to {longest} characters.\n"
+            f"  Give at most {MOST_STOPS}, of at most {_LONGEST_STOP} characters."
+        )
     return Sampling(
         max_tokens=most,
         temperature=given.get("temperature", 1.0),
@@ -378,7 +409,7 @@ def _sampling(
         top_p=given.get("top_p", 1.0),
         min_p=given.get("min_p", 0.0),
         seed=(given["seed"] + choice) % 2**32 if "seed" in given else _seed(given, choice),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         stop_tokens=tuple(given.get("stop_token_ids", ())),
         ignore_end=given.get("ignore_eos", False),
         logprobs=logprobs,
@@ -392,9 +423,12 @@ def _sampling(
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
-    if wrong := [key for key in given if not key.isdecimal() or not _is(given[key], float)]:
+    # One way to write an id, so that no two keys are one token; longer ones are no ids of tokens.
+    is_id = re.compile("0|[1-9][0-9]{0,9}").fullmatch
+    if wrong := [key for key in given if not is_id(key) or not _is(given[key], float)]:
         raise BodyError(
-            f"logit_bias has {', '.join(map(repr, wrong[:4]))}.\n  Give numbers by ids of tokens."
+            f"logit_bias has {', '.join(map(reprlib.repr, wrong[:4]))}.\n"
+            "  Give numbers by ids of tokens."
         )
     return {int(key): value for key, value in given.items()}
 

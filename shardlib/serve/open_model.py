@@ -103,7 +103,7 @@ def open_model(
         name,
         lambda ids: texts.decode(list(ids)),
         texts.chat,
-        lambda: form_of(texts.template().source),
+        lambda: form_of(texts.template.source),
         tuple(folders),
     )
     return engine, speaker

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, FORMATS, Url
+from shardlib.serve.bodies import COMPLETIONS, EMBEDDINGS, FIELDS, FORMATS, MOST_STOPS, Url
 
 _TYPES = {
     str: "string",
@@ -14,7 +14,7 @@ _TYPES = {
     dict: "object",
 }
 _NEEDED = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 16}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_STOPS}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _MESSAGE = {
     "type": "object",

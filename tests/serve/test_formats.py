@@ -4,7 +4,7 @@ import pytest
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Grammar
-from shardlib.serve.bodies import BodyError, Speaker, parse
+from shardlib.serve.bodies import CHAT, BodyError, Speaker, parse
 
 SPEAKER = Speaker("tiny", lambda ids: "", lambda messages: BytesTokenizer().encode("hi"))
 
@@ -42,6 +42,9 @@ def test_formats_are_grammars(given, expected):
         ({"response_format": {"type": "json_schema"}}, r"has no schema.\n  Give json_schema"),
         ({"response_format": {"type": "lark"}}, r"has no lark.\n  Give its text"),
         ({"logit_bias": {"the": 1.0}}, r"logit_bias has 'the'.\n  Give numbers"),
+        ({"logit_bias": {"1" * 5000: 1, "01": 1, "\N{ARABIC-INDIC DIGIT THREE}": 1}}, "has '1111"),
+        ({"stop": ["a"] * 17}, r"stop has 17 texts.*\n  Give at most 16"),
+        ({"stop": "a" * 1001}, r"of up to 1001 characters.\n  Give"),
         ({"logit_bias": {"1": 101}}, r"logit_bias=\{1: 101\}, which must be numbers"),
         ({"presence_penalty": 3}, r"presence_penalty=3, which must be from -2 to 2"),
     ],
@@ -49,3 +52,22 @@ def test_formats_are_grammars(given, expected):
 def test_wrong_values_are_refused(body, message):
     with pytest.raises(BodyError, match=message):
         sampling(**body)
+
+
+def of_chat(content, **fields):
+    message = {"role": "user", "content": content}
+    speaker = Speaker("tiny", lambda ids: "", lambda messages, tools: list(messages[0]["content"]))
+    return parse(CHAT, {"messages": [message], **fields}, speaker)
+
+
+def test_parts_of_a_content_are_one_text():
+    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+    assert of_chat(parts).prompts == of_chat("one").prompts == (("o", "n", "e"),)
+    for wrong in ({"text": "a"}, 3, [3], [{"type": "image_url", "image_url": {"url": "a"}}]):
+        with pytest.raises(BodyError, match=r"(?s)the content of a message is .*\n  Give a"):
+            of_chat(wrong)
+
+
+def test_alternatives_of_tokens_need_their_log_probabilities():
+    with pytest.raises(BodyError, match=r"top_logprobs are given without logprobs.\n  Set"):
+        of_chat("one", top_logprobs=2)
