@@ -1,7 +1,8 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -28,13 +29,21 @@ def one_sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling
             f"no option of a sampling is called {wrong[0]!r}.{did_you_mean(wrong[0], known)}\n"
             f"  Use one of: {', '.join(known)}."
         )
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ModelError(
+            f"sampling is {type(sampling).__name__}.\n  Give a sl.Sampling, or its fields by name."
+        )
     return Sampling(**options) if sampling is None else sampling
 
 
 def prompt_list(prompts: Any) -> list[Any]:
     """Returns a list of prompts, also of a single one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ModelError(
+            f"the prompts are {prompts!r}.\n  Give a text, token ids, or a list of these."
+        )
     every = list(prompts)
     is_one = bool(every) and not isinstance(every[0], str) and np.ndim(every[0]) == 0
     return [every] if is_one else every
@@ -42,7 +51,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 def one_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling | None]:
     """Returns a sampling for each of `count` prompts."""
-    if sampling is None or isinstance(sampling, Sampling):
+    if sampling is None or not isinstance(sampling, Sequence):
         return [sampling] * count
     if len(sampling) != count:
         raise ModelError(
@@ -112,6 +121,19 @@ def check_options(servable: Servable, **options: Any) -> None:
             f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
             f"  Leave {'it' if len(wrong) == 1 else 'them'} out."
         )
+
+
+def check_limits(priority: Any, timeout_seconds: Any) -> None:
+    """Raises `ModelError` for a priority that is not an integer, and for a time that is not a
+    number of seconds. A scheduler could not compare another priority."""
+    wrong = []
+    if not isinstance(priority, Integral):
+        wrong.append(f"priority={priority!r}, which must be an integer")
+    is_time = isinstance(timeout_seconds, int | float | np.number) and timeout_seconds >= 0
+    if timeout_seconds is not None and not is_time:
+        wrong.append(f"timeout_seconds={timeout_seconds!r}, which must be 0 or more")
+    if wrong:
+        raise ModelError(f"the request has {'; '.join(wrong)}.\n  Change these values.")
 
 
 def start_tokens(servable: Servable) -> tuple[int, ...]:

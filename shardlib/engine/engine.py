@@ -17,6 +17,7 @@ from shardlib.engine.arguments import (
     check_adapter,
     check_encoded,
     check_exact,
+    check_limits,
     check_options,
     one_each,
     one_sampling,
@@ -218,6 +219,7 @@ class Engine:
             root=(sampling.adapter or "").encode(),
             num_encoded=num_encoded,
         )
+        check_limits(priority, timeout_seconds)
         if timeout_seconds is not None and jax.process_count() > 1:
             raise ModelError(
                 "a timeout of a request on several processes, whose clocks differ.\n"

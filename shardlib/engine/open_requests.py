@@ -15,6 +15,7 @@ from shardlib.engine.requests import FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
 from shardlib.engine.scheduler import DecodeRow, EngineStep, Lane, Scheduler, SequenceState
 from shardlib.engine.sizes import EngineSizes
+from shardlib.errors import ModelError
 
 
 class InFlight(NamedTuple):
@@ -46,8 +47,12 @@ class OpenRequests:
         """Queues a request.
 
         Raises:
-            ModelError: If it does not fit into the cache even alone.
+            ModelError: If it is open or finished, or does not fit into the cache even alone.
         """
+        if request.finished or request.sequence in self.by_sequence:
+            raise ModelError(
+                "the request was queued before.\n  Prepare another one with the same arguments."
+            )
         self._scheduler.add(request.sequence)
         self.by_sequence[request.sequence] = request
         self.counts["prompt"] += len(request.sequence.asked)

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,13 +17,28 @@ MOST_LOGPROBS = 20
 """Alternatives that a step returns for each token. Source: the OpenAI API, `top_logprobs`."""
 
 
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """The form of an answer, which ends when it is complete. It needs the extra `grammar`."""
+    """The form of an answer, which ends when it is complete. It needs the extra `grammar`.
 
-    kind: Literal["json_schema", "regex", "lark"]
+    Raises:
+        ModelError: If the kind is unknown, or the text is not a text.
+    """
+
+    kind: GrammarKind
     text: str
     """A JSON schema, a regular expression, or a grammar in the syntax of Lark."""
+
+    def __post_init__(self) -> None:
+        kinds = get_args(GrammarKind)
+        if self.kind not in kinds or not isinstance(self.text, str):
+            raise ModelError(
+                f"a grammar has kind={self.kind!r} and a {type(self.text).__name__}.\n"
+                f"  Give a kind ({', '.join(kinds)}) and its text."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,59 +96,65 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _tuple(self.stop))
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
-        checks = {
-            f"max_tokens={self.max_tokens}, which must be an integer of 1 or more": (
-                self.max_tokens is None or _within(self.max_tokens, 1, math.inf)
+        object.__setattr__(self, "stop_tokens", _tuple(self.stop_tokens))
+        optional = {
+            "max_tokens": ("an integer of 1 or more", _is_integer(self.max_tokens, 1)),
+            "logprobs": (
+                f"an integer from 0 to {MOST_LOGPROBS}",
+                _is_integer(self.logprobs, 0, MOST_LOGPROBS),
             ),
-            f"temperature={self.temperature}, which must be 0 or more, up to 1e38": 0
-            <= self.temperature
-            <= 1e38,
-            f"top_k={self.top_k}, which must be an integer from 0 to 2**31 - 1": _within(
-                self.top_k, 0, 2**31 - 1
-            ),
-            f"top_p={self.top_p}, which must be above 0 and at most 1": 0 < self.top_p <= 1,
-            f"min_p={self.min_p}, which must be from 0 to 1": 0 <= self.min_p <= 1,
-            f"seed={self.seed}, which must be an integer from 0 to 2**32 - 1": _within(
-                self.seed, 0, 2**32 - 1
-            ),
-            f"stop={self.stop}, which must be texts that are not empty": all(
-                isinstance(one, str) and one for one in self.stop
-            ),
-            f"stop_tokens={self.stop_tokens}, which must be integers": all(
-                isinstance(one, Integral) and not isinstance(one, bool) for one in self.stop_tokens
-            ),
-            f"adapter={self.adapter!r}, which must be a name": (
-                self.adapter is None or isinstance(self.adapter, str)
-            ),
-            f"logprobs={self.logprobs}, which must be an integer from 0 to {MOST_LOGPROBS}": (
-                self.logprobs is None or _within(self.logprobs, 0, MOST_LOGPROBS)
-            ),
-            f"presence_penalty={self.presence_penalty}, which must be from -2 to 2": abs(
-                self.presence_penalty
-            )
-            <= 2,
-            f"frequency_penalty={self.frequency_penalty}, which must be from -2 to 2": abs(
-                self.frequency_penalty
-            )
-            <= 2,
-            f"logit_bias={self.logit_bias}, which must be numbers from -100 to 100": all(
-                abs(value) <= 100 for value in self.logit_bias.values()
-            ),
-            "a grammar and ignore_end, of which one must be left out": (
-                self.grammar is None or not self.ignore_end
-            ),
+            "adapter": ("a name", isinstance(self.adapter, str)),
+            "grammar": ("a Grammar", isinstance(self.grammar, Grammar)),
         }
-        if wrong := [words for words, holds in checks.items() if not holds]:
+        checks = {
+            "temperature": ("0 or more, up to 1e38", _is_number(self.temperature, 0, 1e38)),
+            "top_k": ("an integer from 0 to 2**31 - 1", _is_integer(self.top_k, 0, 2**31 - 1)),
+            "top_p": (
+                "above 0 and at most 1",
+                _is_number(self.top_p, 0, 1) and self.top_p > 0,
+            ),
+            "min_p": ("from 0 to 1", _is_number(self.min_p, 0, 1)),
+            "seed": ("an integer from 0 to 2**32 - 1", _is_integer(self.seed, 0, 2**32 - 1)),
+            "stop": (
+                "texts that are not empty",
+                all(isinstance(one, str) and one for one in self.stop),
+            ),
+            "stop_tokens": ("integers", all(map(_is_integer, self.stop_tokens))),
+            "presence_penalty": ("from -2 to 2", _is_number(self.presence_penalty, -2, 2)),
+            "frequency_penalty": ("from -2 to 2", _is_number(self.frequency_penalty, -2, 2)),
+            "logit_bias": ("numbers from -100 to 100 by ids of tokens", _is_bias(self.logit_bias)),
+        } | {name: check for name, check in optional.items() if getattr(self, name) is not None}
+        wrong = [
+            f"{name}={getattr(self, name)!r}, which must be {expected}"
+            for name, (expected, holds) in checks.items()
+            if not holds
+        ]
+        if self.grammar is not None and self.ignore_end:
+            wrong.append("a grammar and ignore_end, of which one must be left out")
+        if wrong:
             raise ModelError(f"sampling has {'; '.join(wrong)}.\n  Change these values.")
 
 
-def _within(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, Integral) and least <= int(value) <= most
+def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_whole and least <= int(value) <= most
 
 
-def _tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def _is_number(value: Any, least: float, most: float) -> bool:
+    is_real = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_real and bool(least <= value <= most)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_integer(token) and _is_number(number, -100, 100) for token, number in value.items()
+    )
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    """Returns the values of a sequence as a tuple; one value stands for itself."""
+    is_one = isinstance(values, str) or not isinstance(values, Iterable)
+    return (values,) if is_one else tuple(values)
 
 
 @dataclasses.dataclass(frozen=True)

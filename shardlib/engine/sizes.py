@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from numbers import Integral
 from typing import NamedTuple
 
 from shardlib.errors import ModelError
@@ -164,6 +165,8 @@ def _context(asked: int | None, model: int | None, positions: int | None) -> int
 
 def check_sizes(**sizes: int) -> None:
     """Raises `ModelError` for sizes below 1, and for a chunk that lanes do not divide."""
+    if wrong := [f"{name}={n!r}" for name, n in sizes.items() if not isinstance(n, Integral)]:
+        raise ModelError(f"{', '.join(wrong)} is not an integer.\n  Give integers.")
     if wrong := [f"{name}={size} is less than 1" for name, size in sizes.items() if size < 1]:
         raise ModelError(f"{', '.join(wrong)}.\n  Give 1 or more.")
     chunk, lane = sizes["chunk"], sizes["lane"]

@@ -247,7 +247,7 @@ def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"line {number} of {source} is not JSON: {error}.\n  Repair the line."
                 ) from None
@@ -259,15 +259,21 @@ def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _of_parquet(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     parquet = require("pyarrow.parquet", "parquet", "reading requests from Parquet")
     number = 0
-    for batch in parquet.ParquetFile(source).iter_batches():
+    try:
+        table = parquet.ParquetFile(source)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} is not a Parquet file: {error}.\n  Repair it.") from None
+    for batch in table.iter_batches():
         for row in batch.to_pylist():
             number += 1
             where = f"row {number} of {source}"
             try:
                 body = row.get("body")
                 yield where, row | {"body": json.loads(body) if isinstance(body, str) else body}
-            except ValueError as error:
-                raise DataError(f"the body of {where} is not JSON: {error}.") from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"the body of {where} is not JSON: {error}.\n  Repair the row."
+                ) from None
 
 
 def _checked_ids(source: Path) -> set[str]:

@@ -130,7 +130,7 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         BodyError: If the URL is unknown, or the body has unknown or missing fields or wrong values;
             the message lists all faults of a kind.
     """
-    if url not in FIELDS:
+    if not isinstance(url, str) or url not in FIELDS:
         raise BodyError(f"no URL is called {url!r}.\n  Use {', '.join(FIELDS)}.")
     known: Url = url  # type: ignore[assignment]
     if not isinstance(body, Mapping):
@@ -423,7 +423,7 @@ def _sampling(
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
-    # One way to write an id, so that no two keys are one token; longer ones are no ids of tokens.
+    # An id is written in one way, so that no two keys are one token. No model has longer ids.
     is_id = re.compile("0|[1-9][0-9]{0,9}").fullmatch
     if wrong := [key for key in given if not is_id(key) or not _is(given[key], float)]:
         raise BodyError(

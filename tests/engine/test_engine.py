@@ -1,6 +1,7 @@
 """Answers of the engine: those of the model alone, with the same bits in any company."""
 
 import dataclasses
+import math
 import re
 import threading
 
@@ -12,7 +13,7 @@ from flax import nnx
 from small_decoder import VOCAB, made
 
 from shardlib.data.tokenizer import BytesTokenizer
-from shardlib.engine import Engine, Sampling
+from shardlib.engine import Engine, Grammar, Sampling
 from shardlib.engine.room import check_room
 from shardlib.engine.sizes import engine_sizes
 from shardlib.errors import DoesNotFitError, ModelError
@@ -211,10 +212,58 @@ def test_requests_that_cannot_be_answered(served):
     with pytest.raises(ModelError) as raised:
         engine.submit([1], temperature=-1.0, top_p=0.0)
     assert "temperature=-1.0, which must be 0 or more, up to 1e38; top_p=0.0" in str(raised.value)
+    request = engine.enqueue(engine.prepare([1], Sampling(max_tokens=1)))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"was queued before.\n  Prepare another"):
+            engine.enqueue(request)
+        while engine.step():
+            pass
     with pytest.raises(ModelError, match="context=300, but the model has at most 256"):
         Engine(served, context=300)
     with pytest.raises(ModelError, match="chunk=100 is not a multiple of lane=32"):
         Engine(served, chunk=100)
+    with pytest.raises(ModelError, match=r"slots=4.0 is not an integer.\n  Give"):
+        Engine(served, slots=4.0)
+
+
+OF_OTHER_TYPES = [
+    {"temperature": None},
+    {"temperature": "1"},
+    {"top_p": True},
+    {"max_tokens": True},
+    {"seed": None},
+    {"stop": None},
+    {"stop_tokens": [1.5]},
+    {"logit_bias": {"1": 1.0}},
+    {"logit_bias": {1.5: 1.0}},
+    {"logit_bias": [1]},
+    {"presence_penalty": math.nan},
+    {"grammar": "a+"},
+    # It could not be compared with that of other requests, and each step would fail.
+    {"priority": "high"},
+    {"timeout_seconds": math.nan},
+]
+
+
+@pytest.mark.parametrize("options", OF_OTHER_TYPES, ids=str)
+def test_values_of_other_types_are_refused(engine, options):
+    with pytest.raises(ModelError, match=rf"{next(iter(options))}=.*, which must be .*\n  Change"):
+        engine.submit(" 1", **options)
+    assert engine.stats().num_waiting == 0
+
+
+def test_what_is_not_a_prompt_or_a_sampling_is_refused(engine):
+    for prompts in (None, 3):
+        with pytest.raises(ModelError, match=rf"the prompts are {prompts}.\n  Give a text"):
+            engine.generate(prompts)
+    with pytest.raises(ModelError, match=r"the prompt is .*S3.*, expected a text or integers"):
+        engine.generate(b"abc")
+    with pytest.raises(ModelError, match=rf"the prompt has the tokens {10**40}, but"):
+        engine.submit([10**40])
+    with pytest.raises(ModelError, match=r"sampling is dict.\n  Give"):
+        engine.generate(" 1", {"temperature": 1.0})
+    with pytest.raises(ModelError, match=r"kind='regexp' and a str.\n  Give a kind \(json_schema"):
+        Grammar("regexp", "a")
 
 
 def test_text_comes_as_it_is_known(engine):

@@ -30,6 +30,7 @@ ROWS += [
     row("vector", {"input": "one"}, "/v1/embeddings"),
     row("foreign", {"prompt": "a", "temprature": 0.5}),
     row("long", {"prompt": "a" * 200}),
+    row("no url", {"prompt": "a"}, url=["/v1/completions"]),
 ]
 
 
@@ -48,7 +49,7 @@ def responses(path):
 def whole(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     card = answer_batch(written(folder / "in.jsonl"), folder / "out.jsonl", engine, SPEAKER)
-    assert (card.rows, card.answered, card.refused) == (17, 17, 2)
+    assert (card.rows, card.answered, card.refused) == (18, 18, 3)
     return responses(folder / "out.jsonl")
 
 
@@ -82,7 +83,7 @@ def test_rows_that_cannot_be_answered_say_why(whole):
         for name, one in whole.items()
         if one["status_code"] == 400
     }
-    assert refused.keys() == {"foreign", "long"}
+    assert refused.keys() == {"foreign", "long", "no url"}
     assert "'temprature' Did you mean 'temperature'" in refused["foreign"].replace("?", "")
     assert "200 tokens" in refused["long"]
 
@@ -104,7 +105,7 @@ def test_a_batch_goes_on_where_it_stopped(engine, whole, tmp_path):
     out.write_bytes(lines + b'{"id": "batch_req_r9", "custom_')
     before = len(lines.splitlines())
     card = answer_batch(source, out, engine, SPEAKER)
-    assert card.answered == 17 - before
+    assert card.answered == 18 - before
     assert out.read_bytes().startswith(lines)
     assert responses(out).keys() == whole.keys()
     assert answer_batch(source, out, engine, SPEAKER).answered == 0
@@ -126,9 +127,10 @@ def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
     out.write_text(json.dumps({"custom_id": "other", "response": {"status_code": 200}}) + "\n")
     with pytest.raises(DataError, match="answers 'other', which no row of the input is called"):
         answer_batch(source, out, engine, SPEAKER)
-    (tmp_path / "in.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
-        answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
+    for text in ("{\n", '{"a":' * 100_000):
+        (tmp_path / "in.jsonl").write_text(text)
+        with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
+            answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
 
 
 def test_a_full_disk_loses_no_response(engine, whole, tmp_path):
@@ -142,8 +144,8 @@ def test_a_full_disk_loses_no_response(engine, whole, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert engine.stats().num_running == 0
     before = out.read_bytes().count(b"\n")
-    assert 0 < before < 17
-    assert answer_batch(source, out, engine, SPEAKER).answered == 17 - before
+    assert 0 < before < 18
+    assert answer_batch(source, out, engine, SPEAKER).answered == 18 - before
     assert responses(out).keys() == whole.keys()
 
 
@@ -154,4 +156,7 @@ def test_requests_of_parquet(engine, tmp_path):
     rows = [one | {"body": json.dumps(one["body"])} for one in ROWS[:3]]
     parquet.write_table(Table.from_pylist(rows), tmp_path / "in.parquet")
     answer_batch(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine, SPEAKER)
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"cut.parquet is not a Parquet file.*\n  Repair"):
+        answer_batch(tmp_path / "cut.parquet", tmp_path / "o.jsonl", engine, SPEAKER)
     assert responses(tmp_path / "out.jsonl").keys() == {"r0", "r1", "r2"}
