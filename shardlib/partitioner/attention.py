@@ -28,8 +28,8 @@ _BACKWARD = 2.5
 @rule(OPAQUE)
 def attention(operation: Operation) -> Factors | None:
     """Rows, positions and key-value heads are factors of all operands. Keys of another length have
-    whole rows, as have their queries. The gradient of sinks is a sum over rows and positions, and
-    other gradients are not: with sinks it is whole."""
+    whole rows, as have their queries. The gradient of sinks is a sum over rows and positions, a
+    number for each head, which is not counted."""
     what, _ = operation.params["what"]
     if not isinstance(what, RowAttention):
         return None
@@ -38,8 +38,6 @@ def attention(operation: Operation) -> Factors | None:
     length = LENGTH if what.shares_rows else None
     operands = [_dims(var.aval.shape, length) for var in operation.invars]
     results = [_dims(shape, length) for shape, _ in operation.params["results"]]
-    if is_gradient and (HEADS,) in results:
-        return None
     flops = 2.0 * query[0] * query[1] * what.length * what.kernel.share * query[2]
     flops *= (query[3] + value[3]) * (_BACKWARD if is_gradient else 1)
 

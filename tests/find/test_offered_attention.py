@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from unannotated_lm import shapes
@@ -14,7 +15,7 @@ from shardlib.errors import MeshError, ModelError, RuleError
 from shardlib.jaxprs import equations
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention import attend, plan_context
-from shardlib.nn.attention.as_one import attention_as_one, unshared_attention
+from shardlib.nn.attention.as_one import attention_as_one
 from shardlib.registry import DataSpec
 from shardlib.rules import STANDARD
 from shardlib.sharding.shared_rows import OPAQUE
@@ -116,11 +117,12 @@ def test_heads_that_tensor_cuts_are_too_few_for_ulysses():
     assert (activations["heads"], activations["length"]) == (((),), (("context",),))
 
 
-def test_attention_that_asks_to_share_rows_of_two_lengths_is_refused():
-    def of(length):
-        return jax.ShapeDtypeStruct((2, length, 4, 16), jnp.bfloat16)
-
-    with attention_as_one("gpu", every=True):
-        jax.eval_shape(lambda q, k: attend(q, k, k, context="ring", causal=False), of(64), of(32))
-        (fault,) = unshared_attention()
-    assert "context='ring' is for self-attention" in fault
+@pytest.mark.mesh
+def test_ulysses_trains_as_one_device_under_found_rules():
+    mesh = "fsdp=2,context=2,tensor=2"
+    found = find(functools.partial(named, kv_heads=2, context="ulysses"), 8, mesh=mesh)
+    assert dict(found.rules.activations)["length"] == (("context",),)
+    small = functools.partial(named, kv_heads=2, context="ulysses", dim=64, length=256)
+    draws = np.random.default_rng(0)
+    batch = {name: draws.integers(0, 512, (8, 256), np.int32) for name in ("tokens", "targets")}
+    sl.testing.assert_equivalent(small, NAMED, batch, [mesh], rules=found.rules, optimizer=ADAM)

@@ -14,9 +14,8 @@ from shardlib.sharding.shared_rows import OPAQUE
 RULES = sl.rules.STANDARD
 
 
-def layouts(mesh, query_dims, *, rules=RULES, kv_length=512, heads=4):
-    """Returns the layouts in which attention takes the query and the keys, and its result's, on
-    a mesh where query, keys and values have the same layout, and the bytes that it moves."""
+def attention_step(mesh, query_dims, *, rules=RULES, kv_length=512, heads=4):
+    """Returns the step of attention on a mesh where query, keys and values have one layout."""
     query, key = (
         jax.ShapeDtypeStruct((4, length, heads, 16), jnp.bfloat16) for length in (512, kv_length)
     )
@@ -27,6 +26,13 @@ def layouts(mesh, query_dims, *, rules=RULES, kv_length=512, heads=4):
         inputs = [ValueLayout(query_dims)] * 2
         program = analyze(traced, scope, inputs, lambda _: [None], ("fsdp",)).program
     (step,) = (one for one in program.walk() if one.operation.name == OPAQUE)
+    return step
+
+
+def layouts(*arguments, **options):
+    """Returns the layouts in which attention takes the query and the keys, and its result's, and
+    the bytes that it moves; arguments are as in `attention_step`."""
+    step = attention_step(*arguments, **options)
     return [one.dims for one in (*step.operands[:2], step.results[0])], step.moved_bytes
 
 
@@ -54,3 +60,27 @@ def test_heads_follow_the_rules_and_not_the_operands():
     whole = RULES.override(activations={"heads": None, "kv_heads": None})
     assert layouts("tensor=2", dims, rules=whole)[0] == [WHOLE] * 3
     assert layouts("tensor=2", WHOLE)[0] == [dims] * 3
+
+
+def test_keys_of_another_length_count():
+    """Each query meets all keys: two products of two FLOPs for each pair of numbers."""
+    step = attention_step("tensor=2", WHOLE, kv_length=256)
+    assert step.factors.flops == 2 * 4 * 512 * 256 * 4 * (16 + 16)
+
+
+def test_the_gradient_of_attention_with_sinks_is_cut():
+    query = jax.ShapeDtypeStruct((4, 512, 4, 16), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def total(q, sinks):
+        return jnp.sum(attend(q, q, q, sinks=sinks).astype(jnp.float32))
+
+    with attention_as_one("gpu", every=True):
+        traced = trace(jax.grad(total, (0, 1)), (query, sinks))
+    rows = ValueLayout((("fsdp",), (), (), ()))
+    with sl.use(abstract_mesh("fsdp=2", 2), RULES) as scope:
+        inputs = [rows, ValueLayout(((),))]
+        program = analyze(traced, scope, inputs, lambda _: [None, None], ("fsdp",)).program
+    steps = [one for one in program.walk() if one.operation.name == OPAQUE]
+    assert [one.is_whole for one in steps] == [False, False]
+    assert all(one.operands[0].dims == rows.dims for one in steps)
