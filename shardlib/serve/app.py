@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from shardlib.engine import Request as EngineRequest
@@ -25,13 +25,11 @@ from shardlib.serve.clients import ClientGoneError, EventStream, unless_gone
 from shardlib.serve.engine_thread import EngineThread, OpenAnswer
 from shardlib.serve.file_routes import add_file_routes
 from shardlib.serve.gate import Gate, read_json
-from shardlib.serve.http_errors import ApiError, JsonResponse, error_response
+from shardlib.serve.http_errors import CLIENT_GONE, ApiError, JsonResponse, error_response
 from shardlib.serve.metrics import ServerMetrics
 from shardlib.serve.openapi import RESPONSES, described
 from shardlib.serve.responses import Chunks, echoed, response
 
-_CLIENT_GONE = 499
-"""Status of a request whose client has gone; nobody reads it. Source: nginx."""
 _OF_PAGE = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
@@ -95,7 +93,7 @@ class Service:
         try:
             return await unless_gone(request.receive, self._response(url, body))
         except ClientGoneError:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
 
     async def _response(self, url: Url, body: Any) -> Response:
         asked, requests = await asyncio.to_thread(self._parsed, url, body)
@@ -156,7 +154,7 @@ def _build(service: Service) -> FastAPI:
     """Returns the routes of a service."""
     app = FastAPI(title="shardlib", docs_url=None, redoc_url=None)
     page = resources.files("shardlib.serve").joinpath("status_page.html").read_bytes()
-    for kind in (ShardlibError, HTTPException, Exception):
+    for kind in (ShardlibError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, error_response)
 
     @app.get("/health")

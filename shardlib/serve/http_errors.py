@@ -8,13 +8,15 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from shardlib.errors import DataError, MissingExtraError, ModelError, ShardlibError
 from shardlib.serve.bodies import BodyError
 from shardlib.serve.engine_thread import BusyError, EngineStoppedError
 
+CLIENT_GONE = 499
+"""Status of a request whose client has gone; nobody reads it. Source: nginx."""
 _LOG = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
 _TYPES = {
@@ -68,6 +70,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(500, str(error), "engine_stopped")
     if isinstance(error, ModelError | DataError | MissingExtraError):
         return ApiError(400, str(error))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(CLIENT_GONE, "the client has gone before the end of its body.")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     if not isinstance(error, ShardlibError):
