@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.nn.attention import Pages, Rows, attend_pages
+from shardlib.nn.attention import Pages, Rows, attend_pages, empty_pages
 from shardlib.nn.attention.mask import Mask
 
 LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 16, 8, 16
@@ -161,3 +161,34 @@ def test_keys_and_values_in_8_bits(steps, together):
         values, scales, _ = in_int8(cache, KV_HEADS)
         np.testing.assert_array_equal(pages[number][1, 0, 1:], values[1, 1:])
         np.testing.assert_allclose(pages[2 + number][1, 0, 1:], scales[1, 1:], rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_loop_over_layers_updates_its_pages_in_place(together, dtype):
+    layers, pages = 4, 2048
+    cache = empty_pages(layers, 1, pages, PAGE, KV_HEADS, (DIM, VALUE_DIM), dtype)
+    count = SLOTS + LANES * WIDTH
+    rows = Rows(
+        *(jnp.zeros((1, count), jnp.int32) for _ in range(2)),
+        *(jnp.zeros((1, n, PAGES_A_ROW), jnp.int32) for n in (SLOTS, LANES)),
+    )
+    key, value = (jnp.ones((1, count, KV_HEADS, dim)) for dim in (DIM, VALUE_DIM))
+    query = jnp.ones((1, count, KV_HEADS * GROUP, DIM))
+
+    def step(pages, query):
+        def layer(carry, number):
+            total, pages = carry
+            y, pages = attend_pages(
+                query, key, value, pages, number, rows, Mask(None, None), together=together
+            )
+            return (total + jnp.sum(y), pages), None
+
+        first = jnp.zeros(()), pages
+        return jax.lax.scan(layer, first, jnp.arange(layers, dtype=jnp.int32))[0]
+
+    program = jax.jit(step, donate_argnums=0).lower(cache, query).compile()
+    memory, held = program.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= held
+    # Neither the keys nor the values are copied, whose bytes are at least a third.
+    assert memory.temp_size_in_bytes < held / 3

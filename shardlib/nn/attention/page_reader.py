@@ -25,17 +25,22 @@ _START = -1e30
 
 
 class GroupPages(NamedTuple):
-    """Keys and values of a stack of layers: [layers, pages, page_size, kv_heads * head_dim] each.
+    """Keys and values of a stack of layers: [layers, 1, pages, page_size, heads * head_dim] each.
 
     A row writes the whole last dim, so compilers write in place. With a dim of their own, heads
-    would lie in another order in the write than in the read, and each step would copy the cache.
+    would lie in another order in the write than in the read, and each layer would copy the cache.
+    So it would if the dim of the group were removed and added again.
     """
 
     key: jax.Array
     value: jax.Array
     key_scale: jax.Array | None = None
-    """The scales of int8 pages: [layers, pages, kv_heads * page_size] float32."""
+    """The scales of int8 pages: [layers, 1, pages, kv_heads * page_size] float32."""
     value_scale: jax.Array | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.key.shape[3]
 
     def written(
         self,
@@ -47,7 +52,7 @@ class GroupPages(NamedTuple):
     ) -> "GroupPages":
         """Returns the pages with a key and a value [rows, kv_heads, dims] of each row in one layer,
         at a position [rows] of a page [rows]."""
-        page_size, heads = self.key.shape[2], jnp.arange(key.shape[1], dtype=jnp.int32)
+        page_size, heads = self.page_size, jnp.arange(key.shape[1], dtype=jnp.int32)
         at = positions % page_size
 
         def write(
@@ -56,9 +61,9 @@ class GroupPages(NamedTuple):
             if scales is not None:
                 new, factors = _in_int8(new)
                 of_heads = heads[None] * page_size + at[:, None]
-                scales = scales.at[layer, at_pages[:, None], of_heads].set(factors)
+                scales = scales.at[layer, 0, at_pages[:, None], of_heads].set(factors)
             new = new.reshape(new.shape[0], -1).astype(pages.dtype)
-            return pages.at[layer, at_pages, at].set(new), scales
+            return pages.at[layer, 0, at_pages, at].set(new), scales
 
         keys, key_scale = write(self.key, self.key_scale, key)
         values, value_scale = write(self.value, self.value_scale, value)
@@ -94,8 +99,8 @@ def attend_group(
     """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`.
     `firsts` [rows] are the first positions that rows see; None for 0."""
     (num_rows, heads, head_dim), dtype = query.shape, query.dtype
-    kv_heads = pages.key.shape[3] // head_dim
-    group, value_dim = heads // kv_heads, pages.value.shape[3] // kv_heads
+    kv_heads = pages.key.shape[-1] // head_dim
+    group, value_dim = heads // kv_heads, pages.value.shape[-1] // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
     if together:
@@ -153,12 +158,12 @@ class _BlockReader(NamedTuple):
     @property
     def pages_a_block(self) -> int:
         keys = _BLOCK_TOGETHER if self.together else _BLOCK
-        return max(keys // self.pages.key.shape[2], 1)
+        return max(keys // self.pages.page_size, 1)
 
     @property
     def block(self) -> int:
         """Positions in a block."""
-        return self.pages_a_block * self.pages.key.shape[2]
+        return self.pages_a_block * self.pages.page_size
 
     def map(self, function: Callable[[Any], Any], over: Any) -> Any:
         """Returns the results of a function for each row, or lane."""
@@ -232,11 +237,11 @@ class _BlockReader(NamedTuple):
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
-            found = cache[self.layer, pages].reshape(self.block, self.kv_heads, -1)
+            found = cache[self.layer, 0, pages].reshape(self.block, self.kv_heads, -1)
             found = jnp.moveaxis(found, 0, 1)
             if scales is None:
                 return found
-            factors = scales[self.layer, pages].reshape(self.pages_a_block, self.kv_heads, -1)
+            factors = scales[self.layer, 0, pages].reshape(self.pages_a_block, self.kv_heads, -1)
             factors = jnp.moveaxis(factors, 0, 1).reshape(self.kv_heads, self.block, 1)
             return (found.astype(jnp.float32) * factors).astype(self.dtype)
 

@@ -121,9 +121,8 @@ def attend_pages(
 
     def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
         own = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
-        cache = GroupPages(*jax.tree.map(lambda x: jnp.squeeze(x, 1), tuple(pages)))
-        y, cache = _of_group(cache, own, shared, mask, at_once)
-        return y[None], Pages(*jax.tree.map(lambda x: x[:, None], tuple(cache)))
+        y, cache = _of_group(GroupPages(*pages), own, shared, mask, at_once)
+        return y[None], Pages(*cache)
 
     own, shared = (query, key, value, rows), (layer, window, sinks, bias)
     axes = group_axes(query.shape[0])
@@ -183,9 +182,9 @@ def write_texts(
     def of_one(pages: Pages, own: Any) -> Pages:
         key, value = (jnp.squeeze(x, 1) for x in own[0])
         tables, lengths = (jnp.squeeze(x, 0) for x in own[1])
-        cache = GroupPages(*jax.tree.map(lambda x: jnp.squeeze(x, 1), tuple(pages)))
+        cache = GroupPages(*pages)
         at = jnp.broadcast_to(jnp.arange(key.shape[2], dtype=jnp.int32), key.shape[1:3])
-        own_pages = jnp.take_along_axis(tables, at // cache.key.shape[2], axis=1)
+        own_pages = jnp.take_along_axis(tables, at // cache.page_size, axis=1)
         own_pages = jnp.where(at < lengths[:, None], own_pages, 0)
 
         def write(layer: jax.Array, cache: GroupPages) -> GroupPages:
@@ -193,7 +192,7 @@ def write_texts(
             return cache.written(layer, at.reshape(-1), own_pages.reshape(-1), *rows)
 
         cache = jax.lax.fori_loop(0, key.shape[0], write, cache)
-        return Pages(*jax.tree.map(lambda x: x[:, None], tuple(cache)))
+        return Pages(*cache)
 
     own = (key, value), (tables, lengths)
     axes = group_axes(tables.shape[0])
