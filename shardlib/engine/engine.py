@@ -43,6 +43,7 @@ from shardlib.engine.programs import (
     num_groups,
 )
 from shardlib.engine.requests import Completion, FinishReason, Sampling
+from shardlib.engine.room import return_unused
 from shardlib.engine.scheduler import (
     EngineStep,
     GroupStep,
@@ -338,7 +339,8 @@ class Engine:
         return self.scheduler.busy or bool(self._in_flight)
 
     def warm_up(self) -> None:
-        """Compiles all programs, so that no request waits for one."""
+        """Compiles all programs, so that no request waits for one. Memory that compilation and
+        loading no longer need goes back to the system."""
         with self._lock:
             if self._encoder is not None:
                 for shape in self._sizes.encoder_shapes:
@@ -350,6 +352,7 @@ class Engine:
                 for added in (None, np.zeros(shape, np.float32)):
                     with_added = arrays._replace(added=added)
                     self._state, _ = self._programs.run(self._params, self._ready(), with_added)
+        return_unused()
 
     def generate(
         self,

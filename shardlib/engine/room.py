@@ -1,6 +1,9 @@
-"""The memory that the cache of an engine needs, against what its devices have free."""
+"""The memory that the cache of an engine needs, against what its devices have free, and memory of
+the host that nothing uses."""
 
+import ctypes
 import math
+import sys
 from typing import Any
 
 import jax
@@ -54,3 +57,10 @@ def least_free(sharding: jax.sharding.Sharding) -> float:
     if sharding.is_fully_addressable:
         return least
     return float(np.min(multihost_utils.process_allgather(np.float32(least))))
+
+
+def return_unused() -> None:
+    """Returns to the system what the C library keeps of memory that was freed, such as that of
+    compilation and of loading. Does so with glibc alone (malloc_trim(3))."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
