@@ -163,7 +163,11 @@ class BatchJobs:
                 self.store.add_file(f"{identity}_output.jsonl", "batch_output", out)
                 fields["output_file_id"] = out
             if error is not None:
-                said = {"code": "invalid_request", "message": str(error), "line": None}
+                text = str(error)
+                # Clients know files by their ids, and not where the server keeps them.
+                for one in (batch["input_file_id"], out):
+                    text = text.replace(str(self.store.content(one)), one)
+                said = {"code": "invalid_request", "message": text, "line": None}
                 fields["errors"] = {"object": "list", "data": [said]}
             if counts is not None:
                 fields["request_counts"] = counts

@@ -81,6 +81,9 @@ def test_batches_that_end_otherwise(tmp_path):
         failed = ended(one, batched(one, other))
         assert failed.status == "failed"
         assert "'r1' has the url" in failed.errors.data[0].message
+        failed = ended(one, batched(one, ROWS[:1] * 2))
+        message = failed.errors.data[0].message
+        assert message.startswith(f"rows of {failed.input_file_id} share the custom_id")
         vector = {"custom_id": "v", "url": "/v1/embeddings", "body": {"input": "one"}}
         assert ended(one, batched(one, [vector], "/v1/embeddings")).status == "completed"
         batch = batched(one, ROWS)
