@@ -23,19 +23,26 @@ class TextStream:
 
     def add(self, token: int) -> bool:
         """Adds a token; returns whether a stop text is complete, which ends the answer."""
-        before = self._decode(self._tokens[self._start : self._read])
-        after = self._decode([*self._tokens[self._start :], token])
         self._tokens.append(token)
-        if after.endswith(_UNFINISHED):
+        new = self._new_text()
+        if new.endswith(_UNFINISHED):
             return False
         self._start, self._read = self._read, len(self._tokens)
-        return self._extend(after[len(before) :])
+        return self._extend(new)
+
+    def _new_text(self) -> str:
+        """Returns the text of the tokens that are not read."""
+        before = self._decode(self._tokens[self._start : self._read])
+        after = self._decode(self._tokens[self._start :])
+        if after.startswith(before):
+            return after[len(before) :]
+        # A byte that completes no character spoils the ones before it, if they are bytes too.
+        return self._decode(self._tokens[self._read :])
 
     def finish(self) -> None:
         """Adds the text of tokens that were held back, however they end."""
         if not self.stopped and self._read < len(self._tokens):
-            before = self._decode(self._tokens[self._start : self._read])
-            self._extend(self._decode(self._tokens[self._start :])[len(before) :])
+            self._extend(self._new_text())
             self._read = len(self._tokens)
         self._longest = 0
 

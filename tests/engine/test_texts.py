@@ -37,3 +37,17 @@ def test_bytes_that_end_within_a_character_are_shown_at_the_end():
     assert stream.shown() == ""
     stream.finish()
     assert stream.shown() == "�"
+
+
+def test_bytes_that_complete_no_character_leave_the_ones_before_as_they_are():
+    """Tokenizers with bytes for rare characters decode a run of them whole or not at all."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    scores = [(word, -float(number)) for number, word in enumerate(words)]
+    tokenizer = Tokenizer(models.Unigram(scores, 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = TextStream(lambda ids: tokenizer.decode(list(ids)))
+    for token in (*(1 + byte for byte in "é€".encode()), 1 + "€".encode()[0], len(words) - 1):
+        stream.add(token)
+    assert stream.shown() == "é€�a"
