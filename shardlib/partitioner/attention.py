@@ -1,5 +1,8 @@
 """Factors of attention that is traced as one operation."""
 
+from collections.abc import Collection
+
+from shardlib.errors import PartitionError
 from shardlib.jaxprs import Operation
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention.as_one import RowAttention
@@ -16,6 +19,9 @@ from shardlib.partitioner.factors import (
     piece_shape,
     rule,
 )
+from shardlib.partitioner.layout import Sizes
+from shardlib.partitioner.program import source_of
+from shardlib.partitioner.regions import partial_region
 from shardlib.sharding.constrain import active
 from shardlib.sharding.shared_rows import OPAQUE
 
@@ -52,7 +58,11 @@ def attention(operation: Operation) -> Factors | None:
 
 def rules_cut(operation: Operation) -> Assignment | None:
     """Returns how the active rules cut attention, as the region of `attend` does in a run; None for
-    other operations, or without rules. Heads are cut only if key-value heads are."""
+    other operations, or without rules. Heads are cut only if key-value heads are.
+
+    Raises:
+        PartitionError: If the region would not be manual over all axes of the mesh, as in a run.
+    """
     scope = active()
     what = operation.params["what"][0] if operation.name == OPAQUE else None
     if scope is None or not isinstance(what, RowAttention):
@@ -65,8 +75,20 @@ def rules_cut(operation: Operation) -> Assignment | None:
         LENGTH: (AXIS,) if shared else (),
         HEADS: entry_axes(heads) if heads == kv_heads else (),
     }
+    own = {*entry_axes(rows), *entry_axes(heads), *cut[LENGTH]}
+    if not what.by_hand or (shared and what.method != "ulysses"):
+        _check_region(operation, own, scope.sizes)
     kept = {f: tuple(a for a in axes if scope.sizes[a] > 1) for f, axes in cut.items()}
     return {factor: axes for factor, axes in kept.items() if axes}
+
+
+def _check_region(operation: Operation, own: Collection[str], sizes: Sizes) -> None:
+    cut = {axis for axis, n in sizes.items() if n > 1}
+    if cut.intersection(own) and (left := sorted(cut.difference(own))):
+        raise PartitionError(
+            f"{partial_region(left)} at {source_of(operation)} cannot be partitioned by shardlib.\n"
+            "  Leave the function to XLA, or cut heads over all axes that cut no rows."
+        )
 
 
 def _dims(shape: tuple[int, ...], length: Dim) -> tuple[Dim, ...]:

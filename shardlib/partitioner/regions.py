@@ -39,7 +39,12 @@ def region_fault(operation: Operation, sizes: Sizes) -> str | None:
         return "a region over another mesh"
     # JAX 0.10 and 0.11 name this parameter differently.
     left = sorted(here.keys() - set(params.get("newly_manual_axes") or params["manual_axes"]))
-    return f"a region that is not manual over {', '.join(left)}" if left else None
+    return partial_region(left) if left else None
+
+
+def partial_region(left: Sequence[str]) -> str:
+    """Returns what a region is of which XLA partitions some axes."""
+    return f"a region that is not manual over {', '.join(left)}"
 
 
 def region_layouts(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardlib as sl
+from shardlib.errors import PartitionError
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention import attend
 from shardlib.nn.attention.as_one import attention_as_one
@@ -14,11 +15,9 @@ from shardlib.sharding.shared_rows import OPAQUE
 RULES = sl.rules.STANDARD
 
 
-def attention_step(mesh, query_dims, *, rules=RULES, kv_length=512, heads=4):
+def attention_step(mesh, query_dims, *, rules=RULES, kv_length=512, dtype=jnp.bfloat16):
     """Returns the step of attention on a mesh where query, keys and values have one layout."""
-    query, key = (
-        jax.ShapeDtypeStruct((4, length, heads, 16), jnp.bfloat16) for length in (512, kv_length)
-    )
+    query, key = (jax.ShapeDtypeStruct((4, length, 4, 16), dtype) for length in (512, kv_length))
     with attention_as_one("gpu", every=True):
         traced = trace(lambda q, k: attend(q, k, k, causal=False), (query, key))
     devices = mesh.count("=") * 2
@@ -84,3 +83,15 @@ def test_the_gradient_of_attention_with_sinks_is_cut():
     steps = [one for one in program.walk() if one.operation.name == OPAQUE]
     assert [one.is_whole for one in steps] == [False, False]
     assert all(one.operands[0].dims == rows.dims for one in steps)
+
+
+def test_a_region_of_some_axes_is_left_to_xla_as_in_a_run():
+    """A kernel of a GPU runs in 16 bits alone, and over the whole mesh."""
+    whole = RULES.override(activations={"heads": None, "kv_heads": None})
+    dims = (("fsdp",), (), (), ())
+    for mesh, lies in (("fsdp=2,tensor=2", dims), ("tensor=2", WHOLE)):
+        assert layouts(mesh, lies, rules=whole)[0] == [lies] * 3
+    options = {"rules": whole, "dtype": jnp.float32}
+    with pytest.raises(PartitionError, match="a region that is not manual over tensor"):
+        layouts("fsdp=2,tensor=2", dims, **options)
+    assert layouts("tensor=2", WHOLE, **options)[0] == [WHOLE] * 3

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from shardlib.nn.attention.backends import Backend, resolve_backend
+from shardlib.nn.attention.backends import BY_HAND, Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.order import Order
@@ -52,6 +52,8 @@ class RowAttention:
     kv_heads: int
     kernel: Kernel
     """The kernel of a device."""
+    by_hand: bool
+    """Whether whole rows are computed in a region that is manual over the whole mesh."""
 
     @property
     def shares_rows(self) -> bool:
@@ -183,6 +185,7 @@ def as_one(
     result = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), value.dtype)
     kernel = kernel_for(resolved.backend, mask, query, key)
     lengths = key.shape[1], query.shape[2], key.shape[2]
-    what = RowAttention(mask, method, backend, order, *lengths, kernel)
+    by_hand = resolved.backend in BY_HAND
+    what = RowAttention(mask, method, backend, order, *lengths, kernel, by_hand)
     # The gradient of a kernel takes its result: without it the kernel runs again.
     return opaque(what, (query, key, value, *segments, sinks), result, tag=ATTENDED)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from shardlib.errors import ModelError
 from shardlib.nn.attention.as_one import as_one, note_unshared
-from shardlib.nn.attention.backends import Backend, resolve_backend
+from shardlib.nn.attention.backends import BY_HAND, Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments, blockwise
 from shardlib.nn.attention.gather import gathered_attention
 from shardlib.nn.attention.mask import Mask, places
@@ -23,10 +23,6 @@ from shardlib.nn.attention.ulysses import ulysses_attention
 from shardlib.sharding.constrain import active, is_plain, is_priced
 from shardlib.sharding.manual import axis_size
 from shardlib.sharding.shared_rows import opaque, row_parts
-
-_BY_HAND = ("cudnn", "splash")
-"""Kernels that run in a region manual over the whole mesh: the compiler cannot partition splash,
-nor cuDNN within a region that is already manual over an axis."""
 
 
 def attend(
@@ -226,7 +222,7 @@ def _by_plan(
         lengths=(query.shape[1] * row_parts(), key.shape[1] * row_parts()),
     )
     local = functools.partial(_on_device, resolved.backend, mask)
-    kernel = resolved.backend in _BY_HAND
+    kernel = resolved.backend in BY_HAND
     if plan.method == "ulysses":
         share = functools.partial(ulysses_attention, local, order=plan.order)
         return in_region(share, *arrays, over_context=True, whole_mesh=kernel)
@@ -262,7 +258,7 @@ def _on_device(
     if backend == "blockwise":
         return blockwise(query, key, value, segments, sinks, mask=mask)
     assert sinks is None or backend == "xla", "other backends are not chosen for sinks"
-    if backend in _BY_HAND and is_priced():
+    if backend in BY_HAND and is_priced():
         return stand_in(backend, mask, query, key, value, segments)
     if backend == "splash":
         return splash(query, key, value, segments, mask=mask)

@@ -33,6 +33,9 @@ LONG_PAIRS = 4096 * 4096
 """Number of (query, key) pairs from which `auto` takes `blockwise` rather than `xla`: the scores of
 one head then take 64 MiB in the forward pass, and again in the backward pass."""
 
+BY_HAND = ("cudnn", "splash")
+"""Kernels that run in a region manual over the whole mesh: the compiler cannot partition splash,
+nor cuDNN within a region that is already manual over an axis."""
 _KERNELS = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
 
 
