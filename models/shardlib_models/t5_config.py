@@ -67,7 +67,7 @@ class T5Config:
     """Factor of the standard deviations of the initial weights."""
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
-    layers."""
+    layers. auto chooses one for all layers, with rules: auto."""
 
     @property
     def head_size(self) -> int:

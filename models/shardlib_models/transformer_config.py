@@ -142,7 +142,8 @@ class TransformerConfig:
     """Method by which devices along the mesh axis `context` share a row in attention."""
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full, save:NAME,NAME, offload:NAME,NAME (in
-    host memory), or these by ranges of layers, as in 0-7:full,8-:dots."""
+    host memory), or these by ranges of layers, as in 0-7:full,8-:dots. auto chooses one for all
+    layers, with rules: auto."""
 
     loss_chunks: int = 1
     """Number of chunks of the vocabulary for computing the loss; more hold fewer logits, and less

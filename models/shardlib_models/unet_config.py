@@ -70,7 +70,7 @@ class UNetConfig:
     """Implementation of attention."""
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full or save:NAME,NAME. A unit is a residual
-    block, or a transformer layer."""
+    block, or a transformer layer. auto chooses, with rules: auto."""
 
     @property
     def widths(self) -> tuple[int, ...]:

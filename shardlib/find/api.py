@@ -1,7 +1,8 @@
 """Rules found for a model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from shardlib.errors import ConfigError, MeshError, ModelError, did_you_mean
 from shardlib.find.context import CONTEXT
 from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules
+from shardlib.find.outer_search import OuterSearch
 from shardlib.find.search import SEARCHED, Search
 from shardlib.find.trace import TracedLoss, fsdp_alone, trace_loss
 from shardlib.functional import FunctionalModule, Inputs, functional
@@ -28,7 +30,7 @@ from shardlib.rules import AxisRules
 
 
 def find_rules(
-    make: Callable[..., Any],
+    make: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     *,
     loss: LossFn,
     batch: PyTree,
@@ -53,7 +55,8 @@ def find_rules(
     `microbatches=found.microbatches`. Find them in one process: `seconds` may end searches apart.
 
     Args:
-        make: Module factory as for `init_state`: `make(rngs) -> module`, or a linen module.
+        make: Module factory as for `init_state`, or a linen module. A mapping of names has one for
+            each rematerialisation, from the least to the most; `found.remat` names the best one.
         loss: Loss as for `make_train_step`.
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
@@ -74,19 +77,37 @@ def find_rules(
         RuleError: If the given rules place parameters of one structure differently.
         DoesNotFitError: If no layout fits into the devices; it says how much is missing.
         PartitionError: If no answer was found in time.
-        ModelError: If the model cannot be created, or cannot compute in the precision.
+        ModelError: If a model cannot compute in the precision, or models differ in parameters.
         DataError: If a leaf of the batch has no rows.
-        ConfigError: If `microbatches` or `seconds` is not positive.
+        ConfigError: If `microbatches` or `seconds` is not positive, or no `make` is given.
     """
     _check_positive(microbatches, seconds)
-    cluster, module = of_one_kind(on), functional(make, inputs, wrt)
+    cluster = of_one_kind(on)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
     sizes = _sizes(mesh, cluster) if mesh else None
-    with attention_as_one(cluster.platform, every=bool(sizes and sizes[CONTEXT] > 1)):
-        traced, step = _traced(module, loss, batch, optimizer, rules, inputs, precision, cluster)
-    classes, others = Classes(traced.program, traced.paths), tuple(forbidden)
-    search = Search(traced, classes, step, cluster, rules, microbatches, capacity, others, notify)
-    return search.best([sizes] if sizes else list(search.meshes()), seconds)
+    of_all = bool(sizes and sizes[CONTEXT] > 1)
+    step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster, of_all)
+    programs = step.programs(by_remat(make), microbatches, capacity, tuple(forbidden))
+    return OuterSearch(programs, seconds, notify).best([sizes] if sizes else None)
+
+
+def by_remat(
+    make: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+) -> Mapping[str | None, Callable[..., Any]]:
+    """Returns module factories by the name of their rematerialisation, which is None for a factory
+    without a name.
+
+    Raises:
+        ConfigError: If the mapping is empty.
+    """
+    if not isinstance(make, Mapping):
+        return {None: make}
+    if not make:
+        raise ConfigError(
+            "make is a mapping without a model.\n"
+            "  Give a module factory for each rematerialisation, or one alone."
+        )
+    return {**make}
 
 
 def _check_positive(microbatches: int | None, seconds: float) -> None:
@@ -96,43 +117,66 @@ def _check_positive(microbatches: int | None, seconds: float) -> None:
         )
 
 
-def _traced(
-    module: FunctionalModule,
-    loss: LossFn,
-    batch: PyTree,
-    optimizer: optax.GradientTransformation,
-    rules: AxisRules | None,
-    inputs: Inputs,
-    precision: str | Precision,
-    cluster: Cluster,
-) -> tuple[TracedLoss, TracedWorkload]:
-    """Returns the trace of the loss, for the solver, and of the step on the platform of a cluster,
-    for the cost model."""
-    check_transformation(optimizer)
-    dtypes = precision_named(precision)
-    try:
-        traced = trace_loss(module, loss, batch, optimizer, dtypes)
-    except (TypeError, jax.dtypes.TypePromotionError) as error:
-        # In float32 the same loss fails again if its dtypes are not the reason.
-        trace_loss(module, loss, batch, optimizer, precision_named("f32"))
-        raise ModelError(
-            f"the loss of {module.name} takes parameters in float32, but not in "
-            f"{jnp.dtype(dtypes.compute)}: {str(error).rstrip()}\n"
-            '  Pass precision="f32", or let the model compute in the dtype of its parameters.'
-        ) from error
-    workload = trace_workload(
-        module,
-        optimizer,
-        loss,
-        batch,
-        rules=rules or fsdp_alone(module.axes),
-        inputs=inputs,
-        precision=dtypes,
-        platform=cluster.platform,
-        names=traced.names,
-    )
-    # Attention is one operation in all traces of a search.
-    return traced, dataclasses.replace(workload, retrace=traced_alike(workload.retrace))
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A training step, whose model may be given in several ways."""
+
+    loss: LossFn
+    batch: PyTree
+    optimizer: optax.GradientTransformation
+    rules: AxisRules | None
+    inputs: Inputs
+    wrt: Any
+    precision: str | Precision
+    cluster: Cluster
+    attends_as_one: bool
+    """Whether attention without a kernel is one operation as well."""
+
+    def programs(
+        self, makes: Mapping[str | None, Callable[..., Any]], *options: Any
+    ) -> list[Callable[[], Search]]:
+        """Returns functions that trace a model by its rematerialisation; `options` are further
+        fields of a search."""
+        return [functools.partial(self._program, *one, options) for one in makes.items()]
+
+    def _program(
+        self, remat: str | None, make: Callable[..., Any], options: Sequence[Any]
+    ) -> Search:
+        module, platform = functional(make, self.inputs, self.wrt), self.cluster.platform
+        with attention_as_one(platform, every=self.attends_as_one):
+            traced, workload = self._traced(module)
+        classes = Classes(traced.program, traced.paths)
+        return Search(traced, classes, workload, self.cluster, self.rules, *options, remat=remat)
+
+    def _traced(self, module: FunctionalModule) -> tuple[TracedLoss, TracedWorkload]:
+        """Returns the trace of the loss, for the solver, and of the step on the platform of the
+        cluster, for the cost model."""
+        check_transformation(self.optimizer)
+        dtypes = precision_named(self.precision)
+        step = module, self.loss, self.batch, self.optimizer
+        try:
+            traced = trace_loss(*step, dtypes)
+        except (TypeError, jax.dtypes.TypePromotionError) as error:
+            # In float32 the same loss fails again if its dtypes are not the reason.
+            trace_loss(*step, precision_named("f32"))
+            raise ModelError(
+                f"the loss of {module.name} takes parameters in float32, but not in "
+                f"{jnp.dtype(dtypes.compute)}: {str(error).rstrip()}\n"
+                '  Pass precision="f32", or let the model compute in the dtype of its parameters.'
+            ) from error
+        workload = trace_workload(
+            module,
+            self.optimizer,
+            self.loss,
+            self.batch,
+            rules=self.rules or fsdp_alone(module.axes),
+            inputs=self.inputs,
+            precision=dtypes,
+            platform=self.cluster.platform,
+            names=traced.names,
+        )
+        # Attention is one operation in all traces of a search.
+        return traced, dataclasses.replace(workload, retrace=traced_alike(workload.retrace))
 
 
 def _sizes(mesh: str | MeshConfig, cluster: Cluster) -> dict[str, int]:

@@ -64,6 +64,8 @@ class FoundRules(Report):
     questions: Questions = dataclasses.field(repr=False, compare=False)
     """What other rules would cost."""
     compare: Compare = dataclasses.field(repr=False, compare=False)
+    remat: str | None = None
+    """The rematerialisation, by its name in `make`; None if `make` has only one."""
     binds: str = ""
     """What keeps a step from being quicker; see `priced`."""
     saved: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -147,10 +149,10 @@ class FoundRules(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data for JSON.
 
-        - `cluster`, `mesh` (as text), `microbatches`, `late` (meshes for which nothing was found
-          in time), `seconds` (of a step by the integer program),
-          `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`, `memory_bytes` (of
-          state and saved activations) and `capacity_bytes`.
+        - `cluster`, `mesh` (as text), `microbatches`, `remat` (None if `make` has only one), `late`
+          (meshes for which nothing was found in time), `seconds` (of a step by the integer
+          program), `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`,
+          `memory_bytes` (of state and saved activations) and `capacity_bytes`.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
           model names its activations itself.
         - `prices`: `name`, `seconds`, `unhidden_seconds`, `memory_bytes` by the cost model; these
@@ -164,6 +166,7 @@ class FoundRules(Report):
             "cluster": self.cluster,
             "mesh": self.mesh_text,
             "microbatches": self.microbatches,
+            "remat": self.remat,
             "late": list(self.late),
             "seconds": self.seconds,
             "bound_seconds": solution.bound_seconds,
@@ -187,6 +190,7 @@ class FoundRules(Report):
         """Yields the lines and tables of the report."""
         solution = self.solution
         parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        parts += "" if self.remat is None else f", remat {self.remat}"
         price = self.prices[0]
         yield (
             f"rules found for {self.mesh_text}{parts} on {self.cluster}: "

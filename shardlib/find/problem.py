@@ -565,10 +565,25 @@ def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: boo
     return bool(few) and keeps_blocks(dims, pieces) and keeps_blocks(pieces, dims)
 
 
-def does_not_fit(least: float, have: float) -> DoesNotFitError:
-    """Returns the error for layouts that all hold more bytes than a device has."""
+_ALL_LEVERS = "more devices, microbatches or rematerialisation"
+
+
+def does_not_fit(least: float, have: float, remat: Sequence[str] = ()) -> DoesNotFitError:
+    """Returns the error for layouts that all hold more bytes than a device has, also with each
+    rematerialisation that is named."""
+    tried = f" with any remat ({', '.join(remat)})" if remat else ""
+    more = "more devices or microbatches" if remat else _ALL_LEVERS
     return DoesNotFitError(
-        f"no layout fits: a device needs at least {gib(least)} and has {gib(have)}.\n"
-        "  Use more devices, microbatches or rematerialisation, or cut the batch.",
+        f"no layout fits{tried}: a device needs at least {gib(least)} and has {gib(have)}.\n"
+        f"  Use {more}, or cut the batch.",
+        int(least),
+    )
+
+
+def state_does_not_fit(least: float, have: float) -> DoesNotFitError:
+    """Returns the error for a state that alone holds more bytes than a device has."""
+    return DoesNotFitError(
+        f"the state fits in no layout: a device needs at least {gib(least)} and has {gib(have)}.\n"
+        "  Use more devices, an optimizer with less state, or adapters.",
         int(least),
     )

@@ -1,22 +1,20 @@
-"""The search over meshes for the rules of one model on one cluster."""
+"""The search for the rules of one traced model on a mesh."""
 
-import bisect
 import collections
 import contextlib
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from shardlib.cost.costs import RUNTIME_BYTES
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, divisors
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.rates import rates_on
+from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
@@ -29,12 +27,11 @@ from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
 from shardlib.find.opt_state import updates_apart
-from shardlib.find.problem import LayoutProblem, Objective, Solution, does_not_fit
+from shardlib.find.problem import LayoutProblem, Objective, Solution
 from shardlib.find.trace import GRADIENT_BYTES, INPUT, TracedLoss, fsdp_alone
 from shardlib.find.traffic import Traffic, predicted_traffic
 from shardlib.find.why_not import Questions
 from shardlib.hardware import Cluster
-from shardlib.humanize import duration
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
@@ -62,8 +59,6 @@ behind a move of a weight's gradient into whole ones, which `nested` moves avoid
 more parts also leaves more memory."""
 _FAR = 1.3
 """Times the seconds of the best answer by the integer program beyond which none is lowered."""
-_MOST_LOWERED = 3
-"""Meshes for which the program of a device is priced, the best ones by the traced program."""
 _ROWS = "rows over tensor"
 _STATE_AXES = ("fsdp", "data")
 """Mesh axes that may cut optimizer state where they cut no parameter."""
@@ -71,7 +66,7 @@ _STATE_AXES = ("fsdp", "data")
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The search for the rules of one model on one cluster."""
+    """The search for the rules of one traced model on meshes of a cluster."""
 
     traced: TracedLoss
     classes: Classes
@@ -82,7 +77,8 @@ class Search:
     """None to search for them."""
     capacity_bytes: float
     forbidden: tuple[FoundRules, ...] = ()
-    notify: Callable[[str], None] = lambda text: None
+    remat: str | None = None
+    """The name of the rematerialisation; None if only one is known."""
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows. `expert` and `tensor`, which both cut experts,
@@ -118,7 +114,7 @@ class Search:
         """Returns why devices along `context` cannot share the rows of the model."""
         return list(dict.fromkeys(self._rows.faults(devices)))
 
-    def _checked(self, sizes: dict[str, int]) -> dict[str, int]:
+    def checked(self, sizes: dict[str, int]) -> dict[str, int]:
         """Returns the mesh; raises `MeshError` if its axis of experts or of positions has nothing
         to cut."""
         shared = sizes[CONTEXT]
@@ -139,90 +135,7 @@ class Search:
             f"{self.traced.module.name}, but {what}.\n  {fix}"
         )
 
-    def best(self, meshes: Iterable[dict[str, int]], seconds: float) -> FoundRules:
-        """Returns the rules of the mesh and the number of microbatches with which a step fits and
-        is quickest by the cost model of traced programs.
-
-        Each mesh begins with the fewest microbatches that may fit. More of them are slower, so that
-        a mesh that does not fit yet is tried again only while no other is quicker and fits.
-
-        Raises:
-            MeshError: If no mesh divides the batch, or one does not divide the experts.
-            DoesNotFitError: If nothing fits.
-            PartitionError: If no answer was found in time.
-        """
-        checked = list(map(self._checked, meshes))
-        divided = [(sizes, counts) for sizes in checked if (counts := self._divisors(sizes))]
-        is_one = len(divided) == 1
-        order = itertools.count()
-        queue: list[tuple[_Rank, int, FoundRules | tuple[int, int]]] = []
-        outcome, counts = _Outcome(), dict[int, tuple[dict[str, int], list[int]]]()
-        for mesh, (sizes, numbers) in enumerate(divided):
-            if not self._is_full(sizes, outcome):
-                counts[mesh] = sizes, self._may_fit(sizes, numbers)
-                queue.append((_Rank(), next(order), (mesh, 0)))
-        while queue:
-            rank, _, task = heapq.heappop(queue)
-            if isinstance(task, FoundRules):
-                best = task if is_one else self._refined(task, outcome.found, seconds)
-                return dataclasses.replace(best, late=tuple(outcome.late))
-            mesh, tried = task
-            sizes, numbers = counts[mesh]
-            solve = functools.partial(self.on_mesh, sizes, numbers[tried], seconds, alone=is_one)
-            answer = outcome.of(solve, sizes)
-            at = dataclasses.replace(Layout.of(sizes), microbatches=numbers[tried])
-            self._tell(at, answer)
-            if answer is not None:
-                rank = self._rank(answer)
-                if self._fits(answer):
-                    heapq.heappush(queue, (rank, next(order), answer))
-                    continue
-            if tried + 1 < len(numbers):
-                heapq.heappush(queue, (rank, next(order), (mesh, tried + 1)))
-        if outcome.found:
-            return dataclasses.replace(min(outcome.found, key=self._rank), late=tuple(outcome.late))
-        self._refuse(outcome)
-
-    def _refined(self, best: FoundRules, found: Sequence[FoundRules], seconds: float) -> FoundRules:
-        """Returns the quickest of the best meshes, for each of which more answers are tried."""
-        near = sorted(filter(self._fits, found), key=self._rank)
-        # The traced program prices layouts of rows at experts too high.
-        with_experts = [one for one in near[_MOST_LOWERED:] if one.sizes[EXPERT] > 1]
-        near = near[:_MOST_LOWERED] + sorted(with_experts, key=lambda one: one.seconds)[:1]
-        answers = []
-        for one in near:
-            with contextlib.suppress(DoesNotFitError, PartitionError):
-                sizes, parts = dict(one.sizes), one.microbatches
-                answers.append(self.on_mesh(sizes, parts, seconds, alone=True))
-                self._tell(Layout.of(sizes), answers[-1])
-        fitting = [one for one in answers if self._fits(one)]
-        return min(fitting, key=self._rank, default=best)
-
-    def _fits(self, found: FoundRules) -> bool:
-        return found.prices[0].memory_bytes <= self.capacity_bytes
-
-    def _tell(self, at: Layout, answer: FoundRules | None) -> None:
-        took = "no answer" if answer is None else f"{duration(answer.prices[0].seconds)} a step"
-        self.notify(f"{at}, {at.microbatches} microbatches: {took}")
-
-    def _refuse(self, outcome: "_Outcome") -> NoReturn:
-        if outcome.refused:
-            raise min(outcome.refused, key=lambda error: error.needed_bytes)
-        if outcome.late:
-            raise next(iter(outcome.late.values()))
-        parts = self.microbatches or 1
-        raise MeshError(
-            f"data x fsdp x expert of no mesh divides {self.workload.batch} rows in {parts} "
-            "microbatches.\n"
-            f"  Give a multiple of {self.cluster.num_devices * parts} rows."
-        )
-
-    def _rank(self, found: FoundRules) -> "_Rank":
-        # Devices along an axis that no rule names would all compute the same.
-        mesh = abstract_mesh(found.mesh_text, self.cluster.num_devices)
-        return _Rank(bool(found.rules.idle(mesh)), found.prices[0].rank)
-
-    def _divisors(self, sizes: Mapping[str, int]) -> list[int]:
+    def divisors(self, sizes: Mapping[str, int]) -> list[int]:
         """Returns the possible numbers of microbatches, ascending."""
         rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
         if left:
@@ -231,23 +144,14 @@ class Search:
             return [] if rows % self.microbatches else [self.microbatches]
         return divisors(rows)
 
-    def _may_fit(self, sizes: Mapping[str, int], counts: list[int]) -> list[int]:
-        """Returns the numbers of microbatches from the first that may fit: more hold less."""
-
-        def fits(count: int) -> bool:
-            return self._least_bytes(sizes, count) <= self.capacity_bytes
-
-        first = bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)
-        return counts[first:]
-
-    def _least_bytes(self, sizes: Mapping[str, int], microbatches: int) -> float:
+    def least_bytes(self, sizes: Mapping[str, int], microbatches: int) -> float:
         """Returns bytes that a device holds at least: state and saved activations in all pieces."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         tensors = self.classes.tensors
         saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
-        return self._state_bytes(sizes) + saved / layout.num_devices
+        return self._held_bytes(sizes) + saved / layout.num_devices
 
-    def _state_bytes(self, sizes: Mapping[str, int]) -> float:
+    def _held_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns bytes of state that a device holds at least: in all pieces, but for those over
         `data`, which cuts optimizer state alone."""
         kept = self.traced.state_bytes - self.traced.moment_bytes - GRADIENT_BYTES
@@ -261,12 +165,26 @@ class Search:
         )
         return held / (sizes["fsdp"] * sizes["tensor"])
 
-    def _is_full(self, sizes: Mapping[str, int], outcome: "_Outcome") -> bool:
-        """Returns whether the state alone does not fit, so that there is nothing to solve."""
-        least = self._state_bytes(sizes) + RUNTIME_BYTES[self.cluster.platform]
-        if least > self.capacity_bytes:
-            outcome.refused.append(does_not_fit(least, self.capacity_bytes))
-        return least > self.capacity_bytes
+    def state_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Returns bytes that a device holds at least besides activations."""
+        return self._held_bytes(sizes) + RUNTIME_BYTES[self.cluster.platform]
+
+    def state_fits(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the state alone fits; otherwise there is nothing to solve."""
+        return self.state_bytes(sizes) <= self.capacity_bytes
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """Seconds that a step takes at least: its products, with those that are computed again, at
+        the full rate of all devices."""
+        tally, _ = self.workload.costs(Layout(), self.cluster.platform)
+        flops = sum(count * product.flops for (_, product), count in tally.products.items())
+        return flops / self.cluster.num_devices / self._rates.flops
+
+    @functools.cached_property
+    def _rates(self) -> Rates:
+        wide = jnp.dtype(self.workload.precision.compute).itemsize == 4
+        return rates_on(self.cluster, "f32" if wide else "bf16", committed())
 
     def on_mesh(
         self, sizes: dict[str, int], microbatches: int, seconds: float, *, alone: bool
@@ -313,6 +231,7 @@ class Search:
             chosen.traffic,
             Questions(chosen.problem, chosen.solution, chosen.named.by_class, seconds),
             functools.partial(self.compared, microbatches),
+            self.remat,
         )
 
     def _first(
@@ -352,7 +271,7 @@ class Search:
     def _problem(self, objective: Objective, sizes: Mapping[str, int]) -> LayoutProblem:
         problem = LayoutProblem(self.classes, objective)
         for other in self.forbidden:
-            if other.sizes == sizes:
+            if (other.sizes, other.remat) == (sizes, self.remat):
                 problem.forbid(other.solution)
         return problem
 
@@ -455,7 +374,6 @@ class Search:
 
     def _objective(self, layout: Layout, cut_rows: Sequence[str] = BATCH_AXES) -> Objective:
         links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
-        wide = jnp.dtype(self.workload.precision.compute).itemsize == 4
         cut = [axis for axis in reversed(AXES) if layout.size(axis) > 1]
         batch = tuple(axis for axis in cut_rows if layout.size(axis) > 1)
         pinned = dict.fromkeys(self._rows.axes, (CONTEXT,)) if layout.context > 1 else {}
@@ -466,7 +384,7 @@ class Search:
         }
         return Objective(
             network=Network({axis: links_of((axis,))[0] for axis in cut}),
-            rates=rates_on(self.cluster, "f32" if wide else "bf16", committed()),
+            rates=self._rates,
             state_bytes=self.traced.state_bytes,
             saved_scale=self._saved_scale(layout),
             capacity_bytes=self.capacity_bytes,
@@ -516,13 +434,6 @@ class Search:
         return {n: dims for n, layouts in decided.items() for dims in layouts if dims is not None}
 
 
-class _Rank(NamedTuple):
-    """The order of answers, and a bound of it: idle devices, then seconds of a step."""
-
-    idle: bool = False
-    seconds: float = 0.0
-
-
 class _Answer(NamedTuple):
     """Rules for one mesh."""
 
@@ -532,28 +443,6 @@ class _Answer(NamedTuple):
     solution: Solution
     problem: LayoutProblem
     traffic: Traffic
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What a search has met."""
-
-    found: list[FoundRules] = dataclasses.field(default_factory=list)
-    refused: list[DoesNotFitError] = dataclasses.field(default_factory=list)
-    late: dict[str, PartitionError] = dataclasses.field(default_factory=dict)
-    """Meshes without an answer in time."""
-
-    def of(self, solve: Callable[[], FoundRules], sizes: Mapping[str, int]) -> FoundRules | None:
-        """Returns and notes an answer; without one it notes why."""
-        try:
-            self.found.append(solve())
-        except DoesNotFitError as error:
-            self.refused.append(error)
-        except PartitionError as error:
-            self.late[str(Layout.of(sizes))] = error
-        else:
-            return self.found[-1]
-        return None
 
 
 def _cut_of(name: str, rules: AxisRules, cuts: Collection[Cut]) -> Cut | None:

@@ -142,7 +142,8 @@ class RunConfig:
 
     @staticmethod
     def faults_of_fields(values: Mapping[str, Any]) -> list[str]:
-        """Returns the faults of the directory, the seed, the mesh and the name of the rules."""
+        """Returns the faults of the directory, the seed, the mesh, the name of the rules and the
+        rematerialisation."""
         faults = [] if values.get("run_dir", "unread") else ["run_dir must name a directory"]
         if not 0 <= (seed := values.get("seed", 0)) < 2**32:
             faults.append(f"seed must lie in [0, 2**32), not {seed}")
@@ -156,6 +157,11 @@ class RunConfig:
             near = did_you_mean(rules.lower(), [*PRESETS, AUTO])
             known = f"Presets: {', '.join(PRESETS)}; {AUTO} finds rules for the model."
             faults.append(f"rules: no rules are called {rules!r}.{near}\n  {known}")
+        if getattr(values.get("model"), "remat", None) == AUTO and rules != AUTO:
+            faults.append(
+                "model.remat is auto, which is chosen together with rules.\n"
+                "  Set rules: auto, or choose a policy such as none, dots or full."
+            )
         return faults
 
     def reduction(self) -> ReductionConfig:

@@ -16,6 +16,7 @@ from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.report.report import StepReport, report_on
 from shardlib.explain.wrong_numbers import FAULTS
 from shardlib.find import FoundRules, find_rules
+from shardlib.find.api import by_remat
 from shardlib.find.traffic import Traffic
 from shardlib.hardware import Cluster, of_one_kind
 from shardlib.humanize import duration, size
@@ -38,7 +39,7 @@ class Small:
     """The same model at a size that the devices at hand can train.
 
     Attributes:
-        make: Module factory, as in `find_rules`. Its parameters have the same paths.
+        make: Module factory. Its parameters have the same paths.
         batch: A batch of host arrays for it.
         inputs: Example arguments of the module; for linen.
     """
@@ -111,7 +112,7 @@ class VerifiedRules(Report):
 
 
 def verified_rules(
-    make: MakeModel,
+    make: MakeModel | Mapping[str, MakeModel],
     *,
     loss: LossFn,
     batch: PyTree,
@@ -129,7 +130,7 @@ def verified_rules(
     searched, the rules of `fsdp` alone are compiled as well, and the quicker ones are returned.
 
     Args:
-        make: Module factory, as in `find_rules`.
+        make: Module factory, or several by rematerialisation, as in `find_rules`.
         loss: Loss, as in `find_rules`.
         batch: Shapes of a batch, as in `find_rules`.
         optimizer: Any optax transformation.
@@ -174,7 +175,7 @@ def _lessons(refused: list[Check], cluster: Cluster) -> dict[str, Any]:
 class _Verifier:
     """Checks found rules of one model on one cluster."""
 
-    make: MakeModel
+    make: MakeModel | Mapping[str, MakeModel]
     asked: Mapping[str, Any]
     cluster: Cluster
     small: Small | None
@@ -216,7 +217,7 @@ class _Verifier:
         inputs = self.asked.get("inputs", ())
         precision = self.asked.get("precision", "bf16")
         state = abstract_state(
-            self.make,
+            by_remat(self.make)[found.remat],
             self.asked["optimizer"],
             inputs=inputs,
             precision=precision,

@@ -19,9 +19,11 @@ from shardlib.cli import main
 from shardlib.config import configclass, from_dict, load
 from shardlib.errors import ConfigError, DoesNotFitError, RuleError
 from shardlib.hardware import parse_cluster
+from shardlib.nn import remat
 from shardlib.registry import ModelFamily
 from shardlib.rules import RulesConfig
 from shardlib.run.plans.finding import find_for_run
+from shardlib.run.plans.planning import with_policy
 from shardlib.run.reports.proving import prove
 from shardlib.run.resolve_auto import resolve
 
@@ -64,6 +66,33 @@ def error_and_chain(model, batch, rng, *, train):
     return sl.Mean(mean.total + chained, mean.weight), outputs
 
 
+@configclass
+class DeepConfig:
+    name: str = f"{HERE}:DEEP"
+    width: int = 64
+    remat: str = "none"
+
+
+class Deep(nnx.Module):
+    """Eight layers under a policy."""
+
+    def __init__(self, size, config, rngs):
+        self.layers = nnx.List([Plain(size, config.width, rngs) for _ in range(8)])
+        self.remat = config.remat
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.recomputed(layer, x)
+        return x
+
+    def recomputed(self, layer, x):
+        graph, state = nnx.split(layer)
+        return remat.apply(self.remat, lambda held, x: nnx.merge(graph, held)(x))(state, x)
+
+
+DEEP = ModelFamily(
+    config=DeepConfig, make=lambda c, data, rngs: Deep(data.size, c, rngs), loss=error
+)
 WITH_CHAIN = dataclasses.replace(FAMILY, loss=error_and_chain)
 CONFIG = {
     "model": {"name": f"{HERE}:FAMILY", "width": 16384},
@@ -125,6 +154,32 @@ def _with(config, microbatches):
     return dataclasses.replace(
         config, train=dataclasses.replace(config.train, microbatches=microbatches)
     )
+
+
+@pytest.mark.mesh
+def test_the_policy_of_layers_is_found_with_the_rules(config):
+    """It is chosen among all that the model takes, and kept with the rules."""
+    rows = 2**24
+    words = f"model.name={HERE}:DEEP", "model.remat=auto", "model.width=1024", "mesh=fsdp=8"
+    small = resolve(config(*words), H100)
+    assert small.recorded.model.remat == "none"
+    large = config(*words, f"train.global_batch={rows}")
+    with pytest.raises(DoesNotFitError, match=r"a device needs"):
+        find_for_run(with_policy(large, "none"), H100, lambda text: None)
+    began = resolve(large, H100)
+    assert began.recorded.model.remat == "full"
+    assert ", remat full: " in began.choices["auto rules"]
+    assert resolve(large, H100, began=began.recorded).recorded == began.recorded
+    with pytest.raises(DoesNotFitError, match=r"any remat \(none, dots, full\)"):
+        resolve(config(*words, f"train.global_batch={8 * rows}"), H100)
+
+
+def test_a_policy_is_found_with_rules_alone(config):
+    deep = f"model.name={HERE}:DEEP"
+    with pytest.raises(ConfigError, match=r"model\.remat is auto.*\n.*Set rules: auto"):
+        config(deep, "model.remat=auto", "rules=fsdp")
+    with pytest.raises(ConfigError, match=r"'auto' is chosen by a run.*\n.*such as none"):
+        remat.apply("auto", jnp.sin)
 
 
 def test_adapters_and_what_they_adapt_get_rules(config):

@@ -13,6 +13,7 @@ from shardlib.find import FoundRules, find_rules
 from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig
+from shardlib.nn.remat import OFFLOAD
 from shardlib.optim.build import build_optimizer
 from shardlib.plan.result import Plans
 from shardlib.registry import family
@@ -20,6 +21,7 @@ from shardlib.rules import AxisRules, RulesConfig
 from shardlib.run.checks import check_fit
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
+from shardlib.run.plans.planning import policies_of, with_policy
 from shardlib.run.setup import Devices, data_of, model_maker, trained
 from shardlib.train.reduce.reduction import ReductionConfig
 
@@ -29,9 +31,10 @@ Notify = Callable[[str], None]
 def with_found_rules(
     config: RunConfig, devices: Devices, began: RunConfig | None, notify: Notify
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Returns a config with the rules of `rules: auto`, and its mesh if that is `auto`.
+    """Returns a config with the rules of `rules: auto`, and its mesh and the rematerialisation of
+    its model if they are `auto`.
 
-    A run that resumes on the same mesh keeps its rules. Otherwise the first process finds them, and
+    A run that resumes on the same mesh keeps them. Otherwise the first process finds them, and
     the others get them: a search that its time limit ends may have another result elsewhere.
 
     Returns:
@@ -52,7 +55,8 @@ def with_found_rules(
             failed.append(error)
             return json.dumps({"error": str(error)})
         table = section_of(found.rules, found.mesh_text)
-        return json.dumps({"rules": to_dict(table), "why": _why(found, devices)})
+        why = _why(found, devices)
+        return json.dumps({"rules": to_dict(table), "remat": found.remat, "why": why})
 
     told = json.loads(Peers().decide("rules", "", search))
     if failed:
@@ -61,7 +65,13 @@ def with_found_rules(
         raise RuleError(told["error"])
     rules = from_dict(RulesConfig, told["rules"], "the found rules")
     mesh = rules.found_for if config.mesh == AUTO else config.mesh
-    return dataclasses.replace(config, rules=rules, mesh=mesh), {"auto rules": told["why"]}
+    config = dataclasses.replace(_decided(config, told["remat"]), rules=rules, mesh=mesh)
+    return config, {"auto rules": told["why"]}
+
+
+def _decided(config: RunConfig, policy: str | None) -> RunConfig:
+    """Returns the config with a policy in place of `auto`; None if it has one."""
+    return config if policy is None else with_policy(config, policy)
 
 
 def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
@@ -72,7 +82,8 @@ def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
 def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRules:
     """Returns the rules for a run on its mesh, or on the best one if its mesh is `auto`.
 
-    With `train.microbatches=auto` they are for the number with which a step fits and is quickest.
+    With `train.microbatches=auto` they are for the number with which a step fits and is quickest,
+    and so for the policy with `model.remat=auto`.
 
     Raises:
         ShardlibError: The errors of `find_rules`.
@@ -86,8 +97,12 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
+    make = {
+        policy: model_maker(with_policy(config, policy), chosen, spec)
+        for policy in _searched(config.model)
+    }
     return find_rules(
-        model_maker(config, chosen, spec),
+        make or model_maker(config, chosen, spec),
         loss=loss_of(config, chosen, train=True),
         batch=batch_spec(config.data, rows),
         optimizer=optimizer.transform,
@@ -100,9 +115,17 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     )
 
 
+def _searched(model: object) -> list[str]:
+    """Returns the policies to choose among. The cost model of traced programs does not count what
+    moves to the host."""
+    if getattr(model, "remat", None) != AUTO:
+        return []
+    return [policy for policy in policies_of(model) if not policy.startswith(OFFLOAD)]
+
+
 def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
     """Returns the rules for a planned run, on the best mesh of the cluster of its plans, with the
-    number of microbatches with which a step fits and is quickest.
+    rematerialisation and the number of microbatches with which a step fits and is quickest.
 
     Raises:
         ShardlibError: The errors of `find_for_run`.
@@ -112,16 +135,19 @@ def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRule
     counted = {} if is_split else {"microbatches": AUTO}
     train = dataclasses.replace(train, global_batch=plans.workload.batch, **counted)
     config = dataclasses.replace(config, train=train, mesh=AUTO, rules=AUTO)
+    if isinstance(getattr(config.model, "remat", None), str):
+        config = with_policy(config, AUTO)
     return find_for_run(config, plans.cluster, notify)
 
 
 def beside(found: FoundRules, plans: Plans) -> str:
     """Returns a line that compares found rules with the best plan."""
     price, best, parts = found.prices[0], plans.best, found.microbatches
+    kept = "" if found.remat is None else f"model.remat={found.remat} "
     return (
         f"found rules on {found.mesh_text}: {duration(price.seconds)} a step; the first plan, "
         f"{best.layout}: {duration(best.seconds)}. Train under found rules: "
-        f"mesh={found.mesh_text} train.microbatches={parts} rules=auto"
+        f"mesh={found.mesh_text} train.microbatches={parts} {kept}rules=auto"
     )
 
 
@@ -162,7 +188,11 @@ def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunCo
         if -1 in now.sizes.values():
             now = now.resolve(_count(devices))
         same = _cutting(now) == _cutting(before)
-    return dataclasses.replace(config, rules=began.rules, mesh=mesh) if same else None
+    if not same:
+        return None
+    if getattr(config.model, "remat", None) == AUTO:
+        config = with_policy(config, began.model.remat)
+    return dataclasses.replace(config, rules=began.rules, mesh=mesh)
 
 
 def _cutting(mesh: MeshConfig) -> dict[str, int]:
@@ -171,5 +201,6 @@ def _cutting(mesh: MeshConfig) -> dict[str, int]:
 
 def _why(found: FoundRules, devices: Devices) -> str:
     seconds = duration(found.prices[0].seconds)
-    text = f"found for {found.mesh_text}: {seconds} a step on {found.cluster}"
+    kept = "" if found.remat is None else f", remat {found.remat}"
+    text = f"found for {found.mesh_text}{kept}: {seconds} a step on {found.cluster}"
     return text if knows(devices) else f"{text}, which stands for devices of unknown speed"

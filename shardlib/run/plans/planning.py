@@ -141,7 +141,7 @@ def workload_of(
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
         job,
-        policies=_policies(config.model),
+        policies=policies_of(config.model),
         moments=(momentum,),
         loss_chunks=(1, 8) if hasattr(config.model, "loss_chunks") else (1,),
         dropout=getattr(config.model, "dropout", 0.0) > 0,
@@ -172,7 +172,7 @@ def traced_workload(
     config: RunConfig, spec: DataSpec, batch: int, platform: str | None = None
 ) -> TracedWorkload:
     """Returns the workload of any other model than a transformer, from its program as traced for a
-    platform.
+    platform. It keeps everything if its rematerialisation is yet to be chosen.
 
     Raises:
         ModelError: If the model cannot be made.
@@ -180,6 +180,8 @@ def traced_workload(
     """
     chosen, options = family(config.model.name), config.train
     optimizer = build_optimizer(config.optimizer, steps=options.steps, global_batch=batch)
+    if getattr(config.model, "remat", "none") == AUTO:
+        config = with_policy(config, "none")
     return trace_workload(
         model_maker(config, chosen, spec),
         optimizer.transform,
@@ -273,12 +275,12 @@ def _as_it_is(config: RunConfig) -> TransformerWorkload:
     if train.local_sgd is not None or train.reduction != ReductionConfig():
         raise ConfigError("the config sets the groups along data")
     policy = getattr(config.model, "remat", "none")
-    if policy not in workload.policies:
+    if policy not in (AUTO, *workload.policies):
         raise ConfigError(f"the planner does not know the remat policy {policy}")
     rules = config.axis_rules()
     return dataclasses.replace(
         workload,
-        policies=(policy,),
+        policies=workload.policies if policy == AUTO else (policy,),
         loss_chunks=(getattr(config.model, "loss_chunks", 1),),
         **read_rules(rules),
     )
@@ -345,11 +347,18 @@ def _offloads(config: RunConfig) -> tuple[bool, ...]:
     return (False, True) if config.train.local_sgd is None else (False,)
 
 
-def _policies(model: object) -> tuple[str, ...]:
+def policies_of(model: object) -> tuple[str, ...]:
+    """Returns the policies of rematerialisation that the config of a model takes, among those worth
+    trying: from the least recomputation to the most."""
     if not hasattr(model, "remat"):
         return ("none",)
     tags = getattr(model, "remat_tags", ())
     return tuple(policy for policy in POLICIES if not remat.check(policy, tags))
+
+
+def with_policy(config: RunConfig, policy: str) -> RunConfig:
+    """Returns the config with another rematerialisation of its model."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy))
 
 
 def _software(config: RunConfig) -> Software:
