@@ -29,7 +29,7 @@ class FoundRows:
     def faults(self, size: int) -> Iterator[str]:
         """Yields why `size` devices along `context` cannot share a row."""
         if not self.attentions:
-            yield "no attention of the model goes through shardlib.nn.attention.attend"
+            yield "no self-attention of the model goes through shardlib.nn.attention.attend"
         yield from self.unshared
         for operation in self.attentions:
             assert operation.attention is not None

@@ -77,7 +77,9 @@ def text_pooling(folder: Path) -> TextPooling:
             f"{folder / of_texts}: max_seq_length is {longest}, expected 1 or more"
         )
     lowers = reader.field(texts, of_texts, "do_lower_case", bool)
-    prompt = reader.field(reader.read(_OF_MODEL, dict), _OF_MODEL, "default_prompt_name", str)
+    of_model = reader.read(_OF_MODEL, dict)
+    prompt = reader.field(of_model, _OF_MODEL, "default_prompt_name", str)
+    prompts = reader.field(of_model, _OF_MODEL, "prompts", dict) or {}
     if reader.faults:
         faults = ".\n".join(reader.faults)
         raise CheckpointError(f"{faults}.\n  Download the files again, or correct them.")
@@ -86,7 +88,7 @@ def text_pooling(folder: Path) -> TextPooling:
             f"{folder / 'modules.json'} has the parts {', '.join(others)}, but embeddings are made "
             f"of {', '.join(_PARTS)} alone.\n  Choose a model without them."
         )
-    if prompt:
+    if prompt and prompts.get(prompt) != "":
         raise ModelError(
             f"{folder / _OF_MODEL} puts the prompt {prompt!r} before each text "
             "(default_prompt_name), but texts are embedded as they are given.\n"
@@ -133,7 +135,7 @@ def _parts(reader: _FolderFiles) -> dict[str, str]:
         fields = reader.checked(part, f"{reader.folder / where}", dict)
         if fields is None:
             continue
-        if "type" not in fields:
+        if fields.get("type") is None:
             reader.faults.append(f"{reader.folder / where} has no type")
         kind = reader.field(fields, where, "type", str)
         path = reader.field(fields, where, "path", str)
@@ -144,9 +146,10 @@ def _parts(reader: _FolderFiles) -> dict[str, str]:
 
 def _kind(reader: _FolderFiles, name: str) -> tuple[Pooling | None, str | None]:
     """Returns how outputs are pooled, and a sentence about it if shardlib lacks that."""
-    said = reader.read(name, dict)
-    if not said:
+    path = reader.folder / name
+    if not path.is_file():
         return None, None
+    said = reader.read(name, dict)
     # Newer versions write one name.
     named = reader.field(said, name, "pooling_mode", str)
     keys = [key for key in said if key.startswith("pooling_mode_")]
@@ -154,7 +157,6 @@ def _kind(reader: _FolderFiles, name: str) -> tuple[Pooling | None, str | None]:
     if named:
         names = [f"pooling_mode_{named}_tokens", f"pooling_mode_{named}_token"]
     modes: list[Pooling] = [_MODES[one] for one in names if one in _MODES]
-    path = reader.folder / name
     if len(modes) != 1 or (not named and len(names) != 1):
         shown = named or ", ".join(names) or "nothing"
         return None, f"{path} pools by {shown}, but one of {', '.join(_MODES)} is known."

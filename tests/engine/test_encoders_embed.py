@@ -196,6 +196,7 @@ def test_folders_that_say_nothing_or_what_is_not_known(tmp_path, served):
     file = folder / "1_Pooling" / "config.json"
     both = SAID["mean"] | {"pooling_mode_cls_token": True}
     unknown = {
+        "pools by nothing, but": {},
         "pools by pooling_mode_lasttoken, but": {"pooling_mode_lasttoken": True},
         "pools by pooling_mode_mean_tokens, pooling_mode_cls_token, but": both,
         r"leaves the tokens of prompts out \(include_prompt": SAID["cls"]
@@ -207,7 +208,11 @@ def test_folders_that_say_nothing_or_what_is_not_known(tmp_path, served):
         with pytest.raises(ModelError, match=rf"{fault}.*\n.*or pool all tokens: pooling='mean'"):
             Engine(model, context=64)
         Engine(model, context=64, pooling="mean")
-    (folder / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}')
+    file.write_text(json.dumps(SAID["cls"]))
+    of_model = folder / "config_sentence_transformers.json"
+    of_model.write_text('{"default_prompt_name": "query", "prompts": {"query": ""}}')
+    assert text_pooling(folder) == TextPooling("cls", None)
+    of_model.write_text('{"default_prompt_name": "query"}')
     with pytest.raises(ModelError, match=r"transformers.json puts the prompt 'query'.*\n  Set it"):
         text_pooling(folder)
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
@@ -223,7 +228,7 @@ def test_all_faults_of_malformed_files_are_named(tmp_path):
         '{"max_seq_length": "128", "do_lower_case": 0}'
     )
     (folder / "modules.json").write_text(
-        '[3, {"idx": 0}, {"type": "x.Pooling", "path": "2_Pooling"}]'
+        '[3, {"type": null}, {"type": "x.Pooling", "path": "2_Pooling"}]'
     )
     (folder / "config_sentence_transformers.json").write_text("[")
     with pytest.raises(CheckpointError) as error:
