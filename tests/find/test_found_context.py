@@ -53,7 +53,7 @@ def test_short_rows_are_not_shared():
 
 
 def test_a_mesh_with_context_needs_attention_that_shares_rows():
-    with pytest.raises(MeshError, match=r"LM cannot cut.*no attention.*\n  Leave context out"):
+    with pytest.raises(MeshError, match=r"LM cannot cut.*no self-attention.*\n  Leave context out"):
         find(LM, loss=loss, rows=16, length=512, mesh="fsdp=4,context=2")
     short = functools.partial(named, length=100)
     with pytest.raises(MeshError, match=r"context=8: 8 devices do not divide rows of 100"):
