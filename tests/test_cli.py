@@ -106,6 +106,7 @@ def test_a_directory_without_a_run_is_a_wrong_request(shardlib, tmp_path):
     assert shardlib("train", tmp_path) == (2, "", empty)
 
 
+@pytest.mark.mesh
 def test_a_config_may_come_from_a_pipe(tmp_path):
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)

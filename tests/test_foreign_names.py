@@ -57,6 +57,7 @@ class Attention(linen.Module):
         return linen.MultiHeadDotProductAttention(4, kernel_init=init)(x, x).mean(1)
 
 
+@pytest.mark.mesh
 def test_wrong_names_of_linen_are_overridden():
     paths = {
         "**/out/kernel": ("heads", "head_dim", "embed"),

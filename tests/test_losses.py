@@ -29,6 +29,7 @@ def example(shape=(3, 5), vocab=11, seed=0):
     return logits, jnp.asarray(rng.integers(0, vocab, shape), jnp.int32)
 
 
+@pytest.mark.mesh
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), smoothing=st.sampled_from([0.0, 0.1, 0.5]))
 def test_equals_optax_with_smoothed_labels(seed, smoothing):

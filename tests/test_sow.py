@@ -99,6 +99,7 @@ def test_evaluation_reads_it_too(sown):
     assert float(sums["losses"].value) > 0.5
 
 
+@pytest.mark.mesh
 def test_sow_inside_of_scanned_layers():
     class Layer(linen.Module):
         @linen.compact

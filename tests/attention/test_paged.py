@@ -141,6 +141,7 @@ def test_rows_see_the_keys_of_their_sequence(steps, layer, options, together):
     check(found, pages, steps[:1], layer, options)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("together", [False, True])
 def test_groups_have_pages_of_their_own(steps, together):
     with sl.use(sl.make_mesh("data=2,tensor=2", devices=jax.devices()[:4]), sl.rules.STANDARD):
@@ -163,6 +164,7 @@ def test_keys_and_values_in_8_bits(steps, together):
         np.testing.assert_allclose(pages[2 + number][1, 0, 1:], scales[1, 1:], rtol=1e-7)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_loop_over_layers_updates_its_pages_in_place(together, dtype):

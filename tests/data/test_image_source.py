@@ -122,6 +122,7 @@ def test_eval_path_takes_the_classes_of_path(folder, tmp_path):
     )
 
 
+@pytest.mark.mesh
 def test_augmentation_differs_between_epochs(tmp_path):
     pixels = np.arange(64, dtype=np.uint8).reshape(8, 8)
     for name in ("a", "b"):

@@ -58,6 +58,7 @@ def outputs(model, ids):
     return model(ids)
 
 
+@pytest.mark.mesh
 def test_embeddings_are_pooled_outputs_of_length_1(served):
     asked = texts(3, longest=60)
     hidden = [np.asarray(outputs(served.model, np.asarray([ids])))[0] for ids in asked]

@@ -101,6 +101,7 @@ def test_bits_do_not_depend_on_the_company(served, asked, together, options):
     assert stats.num_compiled <= 3
 
 
+@pytest.mark.mesh
 def test_a_released_cache_is_made_again_without_compiling(served):
     engine, prompt = Engine(served, context=64, slots=2, chunk=32), [1] * 40
     before = engine.generate([prompt], max_tokens=4)

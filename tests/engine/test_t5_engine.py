@@ -51,6 +51,7 @@ def prompts(count, seed=0, longest=90):
     return [rng.integers(2, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
+@pytest.mark.mesh
 def test_greedy_tokens_are_those_of_the_model_alone(served):
     asked = prompts(3, longest=60)
     found = Engine(served, context=100, slots=4, chunk=64).generate(

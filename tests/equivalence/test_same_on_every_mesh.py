@@ -187,6 +187,7 @@ def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     assert elements([c for c in sent if c.kind == "all-reduce"]) == size
 
 
+@pytest.mark.mesh
 def test_tensor_reduces_twice_a_layer_each_way(program):
     sent, _ = program("transformer tensor=8")
     for backward in (False, True):

@@ -123,6 +123,7 @@ WEIGHT, WEIGHTS = P("fsdp", "tensor"), P(None, "fsdp", "tensor")
 SUMMED = P(None, ("data", "fsdp"), "tensor")
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("function", "shapes", "places", "result"),
     [

@@ -57,6 +57,7 @@ def test_megatron_is_found(scanned):
     assert found.solution.gap <= 1e-3
 
 
+@pytest.mark.mesh
 def test_the_residual_stream_is_cut_over_tensor():
     """Norms and residuals are not repeated on every device of `tensor`: Korthikanti et al. 2022
     cut the length, which is found here, or the width, which sends the same."""
@@ -360,6 +361,7 @@ class Images(nnx.Module):
         return self.second(jax.nn.relu(self.first(x)))
 
 
+@pytest.mark.mesh
 def test_rows_are_cut_over_tensor_where_nothing_else_is_worth_it():
     def squared(model, batch):
         return jnp.mean(model(batch["x"]) ** 2)

@@ -234,6 +234,7 @@ def test_a_search_tries_meshes_that_divide_the_experts():
     assert "expert" in found.mesh_text
 
 
+@pytest.mark.mesh
 def test_a_mesh_with_an_axis_of_experts_needs_experts():
     tokens = dict(shapes())
     with pytest.raises(MeshError, match=r"expert=2.* LM, but it sends.*\n  Leave expert out\."):

@@ -59,6 +59,7 @@ def test_nothing_is_recomputed_or_traced_where_everything_fits(kept):
     assert kept.remat is None
 
 
+@pytest.mark.mesh
 def test_layers_are_recomputed_where_memory_binds(kept):
     options = {"microbatches": 1, "memory_bytes": memory(kept)}
     with pytest.raises(DoesNotFitError):

@@ -48,6 +48,7 @@ def cut(rules):
     return {name: cuts[0] for name, cuts in rules.params if cuts[0]}
 
 
+@pytest.mark.mesh
 def test_the_state_is_cut_where_parameters_fit_and_it_does_not():
     """ZeRO stage 1: Rajbhandari et al. 2020, section 5.1."""
     found = find(rows=8, length=32, memory_bytes=memory(13))
@@ -77,6 +78,7 @@ def test_parameters_are_not_gathered_in_many_microbatches(make, of):
     assert from_yaml(to_yaml(found.rules)) == found.rules
 
 
+@pytest.mark.mesh
 def test_the_state_of_matrices_that_are_updated_whole_stays_whole():
     """Muon multiplies whole momentum matrices; SGD has the same bytes of momentum."""
     options = {"rows": 8, "length": 32, "memory_bytes": memory(12)}

@@ -47,6 +47,7 @@ def test_bytes_by_axes_are_those_of_the_compiled_program(scanned):
     assert told == pytest.approx(true, abs=100)
 
 
+@pytest.mark.mesh
 def test_answers_are_ranked_by_what_a_device_runs():
     """The cost of the program is known with and without communication hidden; the same rules for
     the same mesh have it again."""
@@ -79,6 +80,7 @@ def test_sums_over_devices_that_are_added_are_one():
     assert summed_once(jaxpr).outvars == jaxpr.outvars
 
 
+@pytest.mark.mesh
 def test_an_addition_to_one_element_of_each_row_is_elementwise():
     """TPU compilers compare positions where each row has one index, and scatter otherwise."""
     rows = (0, 1)

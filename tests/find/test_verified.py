@@ -47,6 +47,7 @@ def test_what_fails_is_forbidden():
         assert sum(a != b for a, b in zip(*layouts, strict=True)) > 2
 
 
+@pytest.mark.mesh
 def test_a_device_may_have_less_memory():
     options = {key: value for key, value in OPTIONS.items() if key != "small"}
     free = sl.find_rules(large, **options)

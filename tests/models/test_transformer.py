@@ -140,6 +140,7 @@ def test_every_remat_tag_is_used(experts):
     assert remat.check("save:" + ",".join(config.remat_tags), config.remat_tags) == []
 
 
+@pytest.mark.mesh
 def test_the_program_does_not_grow_with_the_depth():
     def lines(depth):
         config = TransformerConfig(**(SMALL | {"num_layers": depth, "dropout": 0.1}))

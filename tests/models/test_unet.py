@@ -62,6 +62,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(("size", "parameters"), PUBLISHED.items())
 def test_published_numbers_of_parameters(size, parameters):
     config = FAMILY.config(**FAMILY.sizes[size])
@@ -210,6 +211,7 @@ def test_rematerialisation_changes_no_gradient():
     assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected)) > 0
 
 
+@pytest.mark.mesh
 def test_bfloat16_computes_in_bfloat16_with_a_float32_loss():
     module = functional(lambda rngs: make(SMALL, DATA, rngs))
 

@@ -16,6 +16,7 @@ DATA = DataSpec(num_classes=8, image_shape=(8, 8, 1))
 SIZES = {"num_layers": 2, "embed_dim": 32, "mlp_dim": 48, "patch_size": 4}
 
 
+@pytest.mark.mesh
 def test_each_patch_is_projected_and_follows_the_class_token():
     patches = make(VitConfig(**SIZES), DATA, nnx.Rngs(0)).patches
     images = np.random.default_rng(0).standard_normal((2, 8, 8, 1), np.float32)

@@ -42,6 +42,7 @@ def without_biases(tree):
     return {"layers": {"moe": moe, "norm": tree["layers"]["norm"]}}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     "inner",
     [

@@ -128,6 +128,7 @@ def test_a_mesh_changes_nothing(mesh, dispatch, arguments, on_one_device):
     assert_close((y, found), (wanted, expected))
 
 
+@pytest.mark.mesh
 def test_chunks_on_a_mesh(arguments, on_one_device):
     chunks, mesh = 4, "expert=4,fsdp=2"
     program, placed = lowered(mesh, arguments, chunks=chunks)
@@ -143,6 +144,7 @@ def test_chunks_on_a_mesh(arguments, on_one_device):
     assert tuple(sorted((chunks, rows, MLP))) not in shapes
 
 
+@pytest.mark.mesh
 def test_one_busy_expert_loses_nothing(arguments):
     """The worst case of the buffers: all tokens want the experts of one device."""
     x, _, weights, mask, target = arguments
@@ -153,6 +155,7 @@ def test_one_busy_expert_loses_nothing(arguments):
     assert_close((y, found), (wanted, expected))
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_inside_of_a_region_over_stages(dispatch, arguments, on_one_device):
     """As a pipeline does: stages run the layer at different times, or not at all."""

@@ -33,6 +33,7 @@ def random_mask():
     return jnp.asarray(mask)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_even_load(over):
     routing = even_routing()
@@ -119,6 +120,7 @@ def test_the_gradient_of_the_bias_is_the_load_above_the_mean():
     assert jnp.linalg.norm(found) < 1e-4
 
 
+@pytest.mark.mesh
 def test_a_batch_of_padding_adds_nothing():
     routing = random_routing()
     nothing = jnp.zeros((BATCH, LENGTH), jnp.bool_)

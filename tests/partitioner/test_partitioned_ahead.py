@@ -97,6 +97,7 @@ def test_both_readers_find_permuted_rows(mesh_on):
     assert "collective-permute" in step.text
 
 
+@pytest.mark.mesh
 def test_both_readers_find_a_sum_over_copies(mesh_on):
     """Fault B: XLA sums the gradient of a depthwise kernel over an axis that holds copies."""
     step = compile_step("convolutions", mesh_on("v5e-8"), constrain="user")

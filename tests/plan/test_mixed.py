@@ -195,6 +195,7 @@ def test_the_report_and_its_data():
     assert [one["cluster"] for one in facts["alone"]] == [one.cluster.name for one in found.alone]
 
 
+@pytest.mark.mesh
 def test_why_not_a_mesh():
     found = plan("llama3-8b", on=ON, top=1)
 

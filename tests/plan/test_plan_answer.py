@@ -401,6 +401,7 @@ def test_a_batch_that_few_meshes_divide(batch, line):
     assert (line or "") in text
 
 
+@pytest.mark.mesh
 def test_another_mesh_alone_is_a_fix_within_the_error_of_the_prediction():
     run, cluster = workload(128), parse_cluster("v5e-16")
     layout = Layout(data=2, fsdp=8, microbatches=8)

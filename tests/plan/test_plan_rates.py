@@ -29,6 +29,7 @@ def test_the_others_multiply_float32_in_tf32_or_bf16():
         assert full == pytest.approx(share * half)
 
 
+@pytest.mark.mesh
 def test_old_gpus_can_be_planned():
     assert plan("gpt2", on="8xv100-32", precision="f32", top=1).best.seconds > 0
     with pytest.raises(

@@ -250,6 +250,7 @@ def test_wrong_arguments_are_named(options, error, words):
         plan_serving("llama3-8b", on="8xh100", **options)
 
 
+@pytest.mark.mesh
 def test_models_that_are_not_served_are_named():
     with pytest.raises(ModelError, match="gemma3-27b cannot be served: its dimensions are known"):
         plan_serving("gemma3-27b", on="8xh100")
@@ -343,6 +344,7 @@ def test_an_engine_with_given_slots_has_a_chunk_that_fits():
     assert (over.plan.mesh, over.plan.chunk) == ("tensor=8", 128)
 
 
+@pytest.mark.mesh
 def test_a_mesh_or_chunk_that_does_not_fit_is_told_one_that_does():
     with pytest.raises(MeshError, match=r"^mesh=data=8 does not fit .* GiB are missing") as e:
         explain_serving("llama3-8b", **ON_V5E, mesh="data=8")

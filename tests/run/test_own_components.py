@@ -143,6 +143,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.mesh
 def test_it_trains_and_evaluates(file, tmp_path, rows, shardlib):
     code, out, err = shardlib("train", file)
     assert code == 0, err

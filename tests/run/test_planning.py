@@ -108,6 +108,7 @@ def test_memory_that_decides_writes_ranges_that_explain_takes(file):
     assert run.explain(again, "v5e-16").mesh
 
 
+@pytest.mark.mesh
 def test_the_mesh_of_the_config_is_explained(file):
     found = plan(load(RunConfig, file), on="8xh100", why_not=["data=4,tensor=2"])
     assert [asked.mesh for asked in found.asked] == ["data=8", "data=4,tensor=2"]
@@ -131,6 +132,7 @@ def test_the_config_says_how_long_the_run_is(file):
         plan(config, on="8xh100", precision="nonsense")
 
 
+@pytest.mark.mesh
 def test_a_plan_says_that_products_in_8_bits_are_not_priced(file):
     said = "the 8 bits of precision=fp8 are not priced."
     assert said in str(plan(load(RunConfig, file, ["precision=fp8"]), on="8xh100", top=1))
@@ -194,6 +196,7 @@ def test_what_is_not_asked_about_images(tmp_path):
     assert str(found).splitlines()[0] == "resnet on 2xh100 (2 H100 SXM), 32 images a step"
 
 
+@pytest.mark.mesh
 def test_what_the_config_says_is_what_is_priced(file):
     def job(*overrides):
         return workload_of(load(RunConfig, file, overrides))[1].job
@@ -222,6 +225,7 @@ def test_what_the_config_says_is_what_is_priced(file):
     assert job().model.num_params == explained.num_params() - (2 * 8 + 1) * 512
 
 
+@pytest.mark.mesh
 def test_rules_of_the_config_are_kept(file):
     own = "rules={preset: zero1, activations: {residual_length: context+tensor}}"
     found = plan(load(RunConfig, file, [own]), on="8xh100", top=100)

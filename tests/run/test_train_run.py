@@ -253,6 +253,7 @@ def test_a_run_that_hangs_is_ended_and_says_so(lab, tmp_path):
     assert last["spent"]["compile"] >= 0.3
 
 
+@pytest.mark.mesh
 def test_a_run_without_a_writable_home_goes_on_and_says_so_once(
     lab, tmp_path, rows, monkeypatch, caplog
 ):

@@ -18,6 +18,7 @@ def programs(config):
     return traced(parts, batch, batch, None)
 
 
+@pytest.mark.mesh
 def test_both_steps_are_given_them(lab):
     words = ("mesh=fsdp=8", "train.constrain=user", "train.allow_wrong_numbers=[SL205, SL206]")
     words += ("train.compiler_options={xla_cpu_enable_fast_math: false}",)

@@ -55,6 +55,7 @@ def test_the_official_client_gets_answers_of_t5():
         assert service.thread.stats.num_running == 0
 
 
+@pytest.mark.mesh
 def test_texts_of_a_run_are_those_of_its_data():
     served = ServedT5()
     model = TextModel(served.model, FAMILY, TEXT, None, 64, TEXT.eot, data=PairData())

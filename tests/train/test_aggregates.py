@@ -171,6 +171,7 @@ def test_groups_that_train_apart(expected):
         group_means(metrics)
 
 
+@pytest.mark.mesh
 def test_groups_of_unequal_shares():
     options = {"reduction": sl.ReductionConfig(group_microbatches=(3, 1))}
     state = start("data=2,fsdp=4")

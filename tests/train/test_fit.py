@@ -107,6 +107,7 @@ def loss_of_triples(model, batch, rng):
     return jnp.mean(jnp.square(jnp.sin(triples @ model.kernel[...])))
 
 
+@pytest.mark.mesh
 def test_memory_that_is_really_spent():
     """The step is run, and the allocation of its buffers fails."""
     prime = 2**13 - 1

@@ -165,6 +165,7 @@ def test_spikes_are_the_same_on_every_mesh():
     np.testing.assert_allclose(found.spike_window.values, alone.spike_window.values, rtol=1e-4)
 
 
+@pytest.mark.mesh
 def test_before_the_warmup_nothing_is_a_spike_but_what_is_not_finite_is_refused():
     case = CASES["one device"]
     state, skipped = trained(case, SPIKES, spikes={3, 6}, steps=8)

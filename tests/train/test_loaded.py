@@ -209,6 +209,7 @@ class TestModulesInMemory:
 
 
 class TestAdapters:
+    @pytest.mark.mesh
     def test_the_base_is_loaded_and_the_adapter_fresh(self):
         base = nnx.to_pure_dict(nnx.state(Adapted(nnx.Rngs(9)).base))
         options = {"wrt": nnx.LoRAParam, "params": {"base": base}, "fresh": ("lora/*",)}

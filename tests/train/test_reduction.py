@@ -270,6 +270,7 @@ def test_gradients_split_over_data_are_not_gathered(mesh, dtype):
         np.testing.assert_array_less(np.abs(kernel - exact), most)
 
 
+@pytest.mark.mesh
 def test_gradients_split_over_data_and_another_axis():
     both = sl.rules.STANDARD.override(embed="data+fsdp")
     rules = dataclasses.replace(sl.rules.ZERO1, gradients=both, opt_state=both)

@@ -167,6 +167,7 @@ def own_attention(x):
     return jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2), axis=-1) @ x
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("loss", "before", "why"),
     [

@@ -96,6 +96,7 @@ def test_so_it_is_over_groups_and_under_guards(name, mesh, options):
     )
 
 
+@pytest.mark.mesh
 def test_opaque_sam_by_hand():
     state = start(OPTIMIZERS["sam, opaque"]())
     kernel, bias = jax.device_get((state.params["dense"]["kernel"], state.params["dense"]["bias"]))

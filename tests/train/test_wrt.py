@@ -134,6 +134,7 @@ class TestFrozenParameters:
         rtol = 2e-2 if stored else 1e-5
         np.testing.assert_allclose(losses, alone, rtol=rtol)
 
+    @pytest.mark.mesh
     def test_they_are_stored_and_cast_as_parameters(self):
         seen = []
 
@@ -173,6 +174,7 @@ class Adapted(linen.Module):
 
 
 class TestLinenCollections:
+    @pytest.mark.mesh
     def test_an_adapter_alone(self):
         state = start(Adapted(), inputs=(X,), wrt="lora")
         assert list(named_leaves(state.params)) == ["lora/down", "lora/up"]
