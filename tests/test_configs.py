@@ -146,9 +146,12 @@ def fits(name, cluster, words):
     assert not report.findings
 
 
-# One dense model, one with experts; Llama is in `run/test_planning.py`.
+# Llama is in `run/test_planning.py`.
 @pytest.mark.aot
-@pytest.mark.parametrize(("name", "cluster", "words"), [FINE_TUNED[1], FINE_TUNED[-1]])
+@pytest.mark.parametrize(
+    ("name", "cluster", "words"),
+    [FINE_TUNED[1], pytest.param(*FINE_TUNED[-1], marks=pytest.mark.soak)],
+)
 def test_a_shallow_fine_tuning_step_fits_its_cluster(name, cluster, words):
     fits(name, cluster, (*words, "model.num_layers=4"))
 

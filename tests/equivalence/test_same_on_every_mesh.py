@@ -29,6 +29,7 @@ SOAK = {
     "resnet data=2,fsdp=4 zero2",
     "resnet data=2x2,fsdp=2",
     "unet data=8",
+    "unet tensor=8",
     "unet fsdp=4,tensor=2 2 microbatches",
     "unet data=2x2,fsdp=2 zero2",
     "transformer fsdp=8 zero2",

@@ -112,7 +112,11 @@ class Unnamed(LM):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "length"),
-    [("fsdp=4,tensor=2", 512), ("fsdp=2,context=4", 4096), ("fsdp=2,context=2,tensor=2", 4096)],
+    [
+        ("fsdp=4,tensor=2", 512),
+        ("fsdp=2,context=4", 4096),
+        pytest.param("fsdp=2,context=2,tensor=2", 4096, marks=pytest.mark.soak),
+    ],
 )
 def test_a_model_without_names_shares_rows_too(mesh, length):
     """`attend` asks for the rules of positions and heads by name. shardlib partitions the program

@@ -120,7 +120,7 @@ def fitting(job, policy, layout, cluster):
 @pytest.mark.parametrize(
     ("model", "name", "memory", "batch"),
     [
-        (DENSE, "8xh100", 80, 32),
+        pytest.param(DENSE, "8xh100", 80, 32, marks=pytest.mark.soak),
         (ROUTED, "4xa100-80", 6, 16),
         (DENSE, "6xh100", 5, 12),
         (DENSE, "2xv5e-4", 3.0, 16),
