@@ -1,14 +1,15 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
-from numbers import Integral
+import math
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardlib.engine.requests import Sampling
+from shardlib.engine.requests import Sampling, has_items, is_integer, is_number
 from shardlib.engine.servable import Servable
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.registry import Decoding, Encoding
@@ -40,9 +41,11 @@ def prompt_list(prompts: Any) -> list[Any]:
     """Returns a list of prompts, also of a single one."""
     if isinstance(prompts, str | bytes):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    # Answers come in the order of their prompts, and a set has no order.
+    if isinstance(prompts, Mapping | set | frozenset) or not has_items(prompts):
         raise ModelError(
-            f"the prompts are {prompts!r}.\n  Give a text, token ids, or a list of these."
+            f"the prompts are {reprlib.repr(prompts)}.\n"
+            "  Give a text, token ids, or a list of these."
         )
     every = list(prompts)
     is_one = bool(every) and not isinstance(every[0], str) and np.ndim(every[0]) == 0
@@ -127,10 +130,9 @@ def check_limits(priority: Any, timeout_seconds: Any) -> None:
     """Raises `ModelError` for a priority that is not an integer, and for a time that is not a
     number of seconds. A scheduler could not compare another priority."""
     wrong = []
-    if not isinstance(priority, Integral):
+    if not is_integer(priority):
         wrong.append(f"priority={priority!r}, which must be an integer")
-    is_time = isinstance(timeout_seconds, int | float | np.number) and timeout_seconds >= 0
-    if timeout_seconds is not None and not is_time:
+    if timeout_seconds is not None and not is_number(timeout_seconds, 0, math.inf):
         wrong.append(f"timeout_seconds={timeout_seconds!r}, which must be 0 or more")
     if wrong:
         raise ModelError(f"the request has {'; '.join(wrong)}.\n  Change these values.")

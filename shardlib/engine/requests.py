@@ -98,31 +98,34 @@ class Sampling:
         object.__setattr__(self, "stop", _tuple(self.stop))
         object.__setattr__(self, "stop_tokens", _tuple(self.stop_tokens))
         optional = {
-            "max_tokens": ("an integer of 1 or more", _is_integer(self.max_tokens, 1)),
+            "max_tokens": ("an integer of 1 or more", is_integer(self.max_tokens, 1)),
             "logprobs": (
                 f"an integer from 0 to {MOST_LOGPROBS}",
-                _is_integer(self.logprobs, 0, MOST_LOGPROBS),
+                is_integer(self.logprobs, 0, MOST_LOGPROBS),
             ),
             "adapter": ("a name", isinstance(self.adapter, str)),
             "grammar": ("a Grammar", isinstance(self.grammar, Grammar)),
         }
         checks = {
-            "temperature": ("0 or more, up to 1e38", _is_number(self.temperature, 0, 1e38)),
-            "top_k": ("an integer from 0 to 2**31 - 1", _is_integer(self.top_k, 0, 2**31 - 1)),
+            "temperature": ("a number from 0 to 1e38", is_number(self.temperature, 0, 1e38)),
+            "top_k": ("an integer from 0 to 2**31 - 1", is_integer(self.top_k, 0, 2**31 - 1)),
             "top_p": (
                 "above 0 and at most 1",
-                _is_number(self.top_p, 0, 1) and self.top_p > 0,
+                is_number(self.top_p, 0, 1) and self.top_p > 0,
             ),
-            "min_p": ("from 0 to 1", _is_number(self.min_p, 0, 1)),
-            "seed": ("an integer from 0 to 2**32 - 1", _is_integer(self.seed, 0, 2**32 - 1)),
+            "min_p": ("from 0 to 1", is_number(self.min_p, 0, 1)),
+            "seed": ("an integer from 0 to 2**32 - 1", is_integer(self.seed, 0, 2**32 - 1)),
             "stop": (
                 "texts that are not empty",
                 all(isinstance(one, str) and one for one in self.stop),
             ),
-            "stop_tokens": ("integers", all(map(_is_integer, self.stop_tokens))),
-            "presence_penalty": ("from -2 to 2", _is_number(self.presence_penalty, -2, 2)),
-            "frequency_penalty": ("from -2 to 2", _is_number(self.frequency_penalty, -2, 2)),
+            "stop_tokens": ("integers", all(map(is_integer, self.stop_tokens))),
+            "presence_penalty": ("from -2 to 2", is_number(self.presence_penalty, -2, 2)),
+            "frequency_penalty": ("from -2 to 2", is_number(self.frequency_penalty, -2, 2)),
             "logit_bias": ("numbers from -100 to 100 by ids of tokens", _is_bias(self.logit_bias)),
+            "ignore_end": _boolean(self.ignore_end),
+            "prompt_logprobs": _boolean(self.prompt_logprobs),
+            "embedding": _boolean(self.embedding),
         } | {name: check for name, check in optional.items() if getattr(self, name) is not None}
         wrong = [
             f"{name}={getattr(self, name)!r}, which must be {expected}"
@@ -135,26 +138,38 @@ class Sampling:
             raise ModelError(f"sampling has {'; '.join(wrong)}.\n  Change these values.")
 
 
-def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Returns whether a value is an integer within limits, of Python or of NumPy."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     return is_whole and least <= int(value) <= most
 
 
-def _is_number(value: Any, least: float, most: float) -> bool:
-    is_real = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return is_real and bool(least <= value <= most)
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Returns whether a value is a real number within limits, of Python or of NumPy."""
+    kinds = int | float | np.integer | np.floating
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(least <= value <= most)
+
+
+def _boolean(value: Any) -> tuple[str, bool]:
+    return "True or False", isinstance(value, bool | np.bool_)
 
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        _is_integer(token) and _is_number(number, -100, 100) for token, number in value.items()
+        is_integer(token) and is_number(number, -100, 100) for token, number in value.items()
     )
 
 
 def _tuple(values: Any) -> tuple[Any, ...]:
-    """Returns the values of a sequence as a tuple; one value stands for itself."""
-    is_one = isinstance(values, str) or not isinstance(values, Iterable)
+    """Returns the values of a sequence as a tuple; one value stands for itself, and so does a
+    mapping, which is then refused."""
+    is_one = isinstance(values, str | Mapping) or not has_items(values)
     return (values,) if is_one else tuple(values)
+
+
+def has_items(values: Any) -> bool:
+    """Returns whether something has items. An array without dims says that it is iterable."""
+    return isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,7 +212,7 @@ def test_requests_that_cannot_be_answered(served):
         engine.submit([1], max_token=9)
     with pytest.raises(ModelError) as raised:
         engine.submit([1], temperature=-1.0, top_p=0.0)
-    assert "temperature=-1.0, which must be 0 or more, up to 1e38; top_p=0.0" in str(raised.value)
+    assert "temperature=-1.0, which must be a number from 0 to 1e38; top_p=0.0" in str(raised.value)
     request = engine.enqueue(engine.prepare([1], Sampling(max_tokens=1)))
     for _ in range(2):
         with pytest.raises(ModelError, match=r"was queued before.\n  Prepare another"):
@@ -243,6 +243,13 @@ OF_OTHER_TYPES = [
     # It could not be compared with that of other requests, and each step would fail.
     {"priority": "high"},
     {"timeout_seconds": math.nan},
+    # NumPy compares complex numbers by their real parts first.
+    {"temperature": np.complex64(1 + 2j)},
+    {"timeout_seconds": np.complex64(1)},
+    {"ignore_end": "no"},
+    {"prompt_logprobs": 1},
+    {"stop": {"a": 1}},
+    {"stop_tokens": np.asarray(3)},
 ]
 
 
@@ -254,8 +261,9 @@ def test_values_of_other_types_are_refused(engine, options):
 
 
 def test_what_is_not_a_prompt_or_a_sampling_is_refused(engine):
-    for prompts in (None, 3):
-        with pytest.raises(ModelError, match=rf"the prompts are {prompts}.\n  Give a text"):
+    for prompts in (None, 3, {"a": 1}, {"a"}, np.asarray(3)):
+        message = f"the prompts are {prompts!r}.\n  Give a text, token ids, or a list of these."
+        with pytest.raises(ModelError, match=re.escape(message)):
             engine.generate(prompts)
     with pytest.raises(ModelError, match=r"the prompt is .*S3.*, expected a text or integers"):
         engine.generate(b"abc")
