@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -61,10 +60,10 @@ def batch(
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests; repeating the command resumes."""
-    if not os.path.isfile(source):  # Before the model is loaded.
-        raise ConfigError(f"no such file: {source}.\n  Name a file of requests.")
-    from shardlib.serve import answer_batch
+    from shardlib.serve.batch import answer_batch, fault_of_source
 
+    if (fault := fault_of_source(source)) is not None:  # Before the model is loaded.
+        raise ConfigError(fault)
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
         chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,

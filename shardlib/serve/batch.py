@@ -221,14 +221,26 @@ def _opened(out: Path) -> FileIO:
         raise DataError(f"{out} cannot be written: {error.strerror}.\n  Name another.") from None
 
 
+def fault_of_source(source: str | Path) -> str | None:
+    """Returns why a path cannot be the input of a batch: None if it is a file."""
+    if not os.path.exists(source):
+        return f"no such file: {source}.\n  Name a file of requests."
+    if not os.path.isfile(source):
+        return (
+            f"{source} is not a regular file, and requests are read more than once.\n"
+            "  Write the requests to a file, and name it."
+        )
+    return None
+
+
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file.
 
     Raises:
         DataError: At the first row that is malformed.
     """
-    if not source.is_file():
-        raise DataError(f"No such file: {source}.\n  Name a file of requests.")
+    if (fault := fault_of_source(source)) is not None:
+        raise DataError(fault)
     lines = _of_parquet(source) if source.suffix == ".parquet" else _of_json(source)
     for where, row in lines:
         missing = [name for name in ("custom_id", "url", "body") if name not in row]
@@ -241,39 +253,53 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with source.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"line {number} of {source} is not JSON: {error}.\n  Repair the line."
-                ) from None
-            if not isinstance(row, dict):
-                raise DataError(f"line {number} of {source} is not an object.\n  Repair the line.")
-            yield f"line {number} of {source}", row
+    for number, line in enumerate(_lines(source), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"line {number} of {source} is not JSON: {error}.\n  Repair the line."
+            ) from None
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} of {source} is not an object.\n  Repair the line.")
+        yield f"line {number} of {source}", row
+
+
+def _lines(source: Path) -> Iterator[bytes]:
+    try:
+        with source.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise DataError(
+            f"{source} cannot be read: {error.strerror}.\n  Name a file that you may read."
+        ) from None
 
 
 def _of_parquet(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in enumerate(_parquet_rows(source), 1):
+        where, body = f"row {number} of {source}", row.get("body")
+        try:
+            body = json.loads(body) if isinstance(body, str) else body
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"the body of {where} is not JSON: {error}.\n  Repair the row."
+            ) from None
+        yield where, row | {"body": body}
+
+
+def _parquet_rows(source: Path) -> Iterator[dict[str, Any]]:
     parquet = require("pyarrow.parquet", "parquet", "reading requests from Parquet")
-    number = 0
+    import pyarrow
+
     try:
-        table = parquet.ParquetFile(source)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source} is not a Parquet file: {error}.\n  Repair it.") from None
-    for batch in table.iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            where = f"row {number} of {source}"
-            try:
-                body = row.get("body")
-                yield where, row | {"body": json.loads(body) if isinstance(body, str) else body}
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"the body of {where} is not JSON: {error}.\n  Repair the row."
-                ) from None
+        for batch in parquet.ParquetFile(source, page_checksum_verification=True).iter_batches():
+            yield from batch.to_pylist()
+    # Damage shows at any page, and in texts that are not UTF-8 as a ValueError.
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{source} cannot be read: {why}.\n  Write the file again.") from None
 
 
 def _checked_ids(source: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """`shardlib batch`: each row has one response, whatever stops it on the way."""
 
 import json
+import os
 import resource
 
 import pytest
@@ -156,7 +157,38 @@ def test_requests_of_parquet(engine, tmp_path):
     rows = [one | {"body": json.dumps(one["body"])} for one in ROWS[:3]]
     parquet.write_table(Table.from_pylist(rows), tmp_path / "in.parquet")
     answer_batch(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine, SPEAKER)
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"cut.parquet is not a Parquet file.*\n  Repair"):
-        answer_batch(tmp_path / "cut.parquet", tmp_path / "o.jsonl", engine, SPEAKER)
     assert responses(tmp_path / "out.jsonl").keys() == {"r0", "r1", "r2"}
+
+
+def test_damaged_parquet_is_refused_before_anything_is_computed(engine, tmp_path):
+    pytest.importorskip("pyarrow")
+    from pyarrow import Table, parquet
+
+    rows = [one | {"body": json.dumps(one["body"])} for one in ROWS[:3]]
+    # Without compression and a dictionary the text lies in the file as it is.
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+
+    def refused(damaged, **options):
+        parquet.write_table(Table.from_pylist(rows), source, **options)
+        source.write_bytes(damaged(source.read_bytes()))
+        with pytest.raises(DataError, match=r"in.parquet cannot be read: [^\n]*\n  Write the file"):
+            answer_batch(source, out, engine, SPEAKER)
+        assert not out.exists()
+
+    refused(lambda data: data[:-9])
+    refused(lambda data: data[:4] + b"\xff" * 8 + data[12:])  # The header of the first page.
+    refused(lambda data: data.replace(b"number 1", b"numb\xffr 1"), **plain)  # Not UTF-8.
+    other = {"write_page_checksum": True, **plain}
+    refused(lambda data: data.replace(b"number 1", b"number 7"), **other)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_is_not_a_file_of_requests_is_named(engine, tmp_path, suffix):
+    source, out = tmp_path / f"in.{suffix}", tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match=rf"no such file: .*in.{suffix}\.\n  Name"):
+        answer_batch(source, out, engine, SPEAKER)
+    os.mkfifo(source)  # As /dev/stdin behind a pipe.
+    with pytest.raises(DataError, match=rf"in.{suffix} is not a regular file.*\n  Write the"):
+        answer_batch(source, out, engine, SPEAKER)
+    assert not out.exists()
