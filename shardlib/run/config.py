@@ -173,6 +173,23 @@ class RunConfig:
         return dataclasses.replace(reduction, outer=outer[0] if outer and outer[0] > 1 else None)
 
     @property
+    def remat(self) -> str:
+        """The rematerialisation of the model; `none` for a model without."""
+        return getattr(self.model, "remat", "none")
+
+    def with_remat(self, policy: str) -> "RunConfig":
+        """Returns the config with another rematerialisation of its model.
+
+        Raises:
+            ConfigError: If the config of the model refuses it.
+        """
+        try:
+            model = dataclasses.replace(self.model, remat=policy)
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+        return dataclasses.replace(self, model=model)
+
+    @property
     def staged_layers(self) -> int | None:
         """Layers that pipeline stages divide; None if the model's config does not say. Every stage
         holds the first, dense layers of a model with experts."""

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,11 @@ from shardlib.config import configclass, from_dict, load
 from shardlib.errors import ConfigError, DoesNotFitError, RuleError
 from shardlib.hardware import parse_cluster
 from shardlib.nn import remat
+from shardlib.plan.request import Question
 from shardlib.registry import ModelFamily
 from shardlib.rules import RulesConfig
-from shardlib.run.plans.finding import find_for_run
-from shardlib.run.plans.planning import with_policy
+from shardlib.run.plans.finding import find_for_run, rules_for_plan
+from shardlib.run.plans.planning import plan_run, policies_of
 from shardlib.run.reports.proving import prove
 from shardlib.run.resolve_auto import resolve
 
@@ -71,6 +73,7 @@ class DeepConfig:
     name: str = f"{HERE}:DEEP"
     width: int = 64
     remat: str = "none"
+    remat_tags: ClassVar = ()
 
 
 class Deep(nnx.Module):
@@ -93,6 +96,36 @@ class Deep(nnx.Module):
 DEEP = ModelFamily(
     config=DeepConfig, make=lambda c, data, rngs: Deep(data.size, c, rngs), loss=error
 )
+
+
+@configclass
+class ChoiceConfig(DeepConfig):
+    name: str = f"{HERE}:OF_CHOICES"
+    remat: Literal["none", "full"] = "none"
+
+
+@configclass
+class RefusingConfig(DeepConfig):
+    name: str = f"{HERE}:REFUSING"
+
+    @staticmethod
+    def faults_of_fields(values):
+        return ["remat is dots"] if values.get("remat") == "dots" else []
+
+
+@configclass
+class OtherConfig(PlainConfig):
+    """Its `remat` is not a policy of shardlib."""
+
+    name: str = f"{HERE}:OTHER"
+    remat: str = "never"
+
+
+OF_CHOICES = dataclasses.replace(DEEP, config=ChoiceConfig)
+REFUSING = dataclasses.replace(DEEP, config=RefusingConfig)
+VALIDATING = dataclasses.replace(DEEP, validate=lambda c, data: ["dots"] * (c.remat == "dots"))
+COUPLED = dataclasses.replace(FAMILY, couples_rows=True)
+OTHER = dataclasses.replace(FAMILY, config=OtherConfig)
 WITH_CHAIN = dataclasses.replace(FAMILY, loss=error_and_chain)
 CONFIG = {
     "model": {"name": f"{HERE}:FAMILY", "width": 16384},
@@ -165,13 +198,34 @@ def test_the_policy_of_layers_is_found_with_the_rules(config):
     assert small.recorded.model.remat == "none"
     large = config(*words, f"train.global_batch={rows}")
     with pytest.raises(DoesNotFitError, match=r"a device needs"):
-        find_for_run(with_policy(large, "none"), H100, lambda text: None)
+        find_for_run(large.with_remat("none"), H100, lambda text: None)
     began = resolve(large, H100)
     assert began.recorded.model.remat == "full"
     assert ", remat full: " in began.choices["auto rules"]
     assert resolve(large, H100, began=began.recorded).recorded == began.recorded
     with pytest.raises(DoesNotFitError, match=r"any remat \(none, dots, full\)"):
         resolve(config(*words, f"train.global_batch={8 * rows}"), H100)
+
+
+@pytest.mark.parametrize("name", ["OF_CHOICES", "REFUSING", "VALIDATING"])
+def test_what_the_model_refuses_is_not_tried(config, name):
+    run = config(f"model.name={HERE}:{name}")
+    assert policies_of(run, run.data.spec()) == ("none", "full")
+
+
+def found_by_plan(config):
+    return rules_for_plan(config, plan_run(config, Question(on=H100)), lambda text: None)
+
+
+def test_a_plan_keeps_the_policy_of_a_model_without_tags(config):
+    """Its `remat` may mean something else."""
+    found = found_by_plan(config(f"model.name={HERE}:OTHER", "model.width=16", "rules=fsdp"))
+    assert found.remat is None
+
+
+def test_a_plan_keeps_rows_together_that_depend_on_each_other(config):
+    found = found_by_plan(config(f"model.name={HERE}:COUPLED", "model.width=16"))
+    assert found.microbatches == 1
 
 
 def test_a_policy_is_found_with_rules_alone(config):
@@ -197,7 +251,8 @@ def test_wrong_configs(config):
 @pytest.mark.mesh
 def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
     config()
-    words = ["plan", str(tmp_path / "run.yaml"), "--on", "8xh100", "data.size=2048"]
+    sizes = f"model.name={HERE}:DEEP", "model.width=2048", "data.size=2048"
+    words = ["plan", str(tmp_path / "run.yaml"), "--on", "8xh100", *sizes, "model.remat=full"]
 
     def shows(*more):
         with pytest.raises(SystemExit) as ended:
@@ -211,8 +266,9 @@ def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
     assert from_dict(RulesConfig, found["rules"], "found").build().names.fingerprint
     assert found["gap"] <= 1e-3
     assert shows("auto") == 0
-    out = capsys.readouterr().out
-    settings = f"mesh={found['mesh']} train.microbatches=1 rules=auto"
+    out = " ".join(capsys.readouterr().out.split())
+    assert found["remat"] == "none"
+    settings = f"mesh={found['mesh']} train.microbatches=1 model.remat=none rules=auto"
     assert f"Train under found rules: {settings}" in out
     assert shows("standard") == 2
     assert "Write --rules auto to find rules" in capsys.readouterr().err

@@ -16,12 +16,12 @@ from shardlib.mesh import MeshConfig
 from shardlib.nn.remat import OFFLOAD
 from shardlib.optim.build import build_optimizer
 from shardlib.plan.result import Plans
-from shardlib.registry import family
+from shardlib.registry import DataSpec, family
 from shardlib.rules import AxisRules, RulesConfig
 from shardlib.run.checks import check_fit
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
-from shardlib.run.plans.planning import policies_of, with_policy
+from shardlib.run.plans.planning import policies_of
 from shardlib.run.setup import Devices, data_of, model_maker, trained
 from shardlib.train.reduce.reduction import ReductionConfig
 
@@ -65,13 +65,9 @@ def with_found_rules(
         raise RuleError(told["error"])
     rules = from_dict(RulesConfig, told["rules"], "the found rules")
     mesh = rules.found_for if config.mesh == AUTO else config.mesh
-    config = dataclasses.replace(_decided(config, told["remat"]), rules=rules, mesh=mesh)
-    return config, {"auto rules": told["why"]}
-
-
-def _decided(config: RunConfig, policy: str | None) -> RunConfig:
-    """Returns the config with a policy in place of `auto`; None if it has one."""
-    return config if policy is None else with_policy(config, policy)
+    if told["remat"] is not None:
+        config = config.with_remat(told["remat"])
+    return dataclasses.replace(config, rules=rules, mesh=mesh), {"auto rules": told["why"]}
 
 
 def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
@@ -79,11 +75,13 @@ def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
     return dataclasses.replace(RulesConfig.of(rules), found_for=mesh)
 
 
-def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRules:
+def find_for_run(
+    config: RunConfig, devices: Devices, notify: Notify, *, any_policy: bool = False
+) -> FoundRules:
     """Returns the rules for a run on its mesh, or on the best one if its mesh is `auto`.
 
     With `train.microbatches=auto` they are for the number with which a step fits and is quickest,
-    and so for the policy with `model.remat=auto`.
+    and with `model.remat=auto` or `any_policy` for the policy.
 
     Raises:
         ShardlibError: The errors of `find_rules`.
@@ -97,12 +95,10 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
-    make = {
-        policy: model_maker(with_policy(config, policy), chosen, spec)
-        for policy in _searched(config.model)
-    }
+    policies = _searched(config, spec) if any_policy or config.remat == AUTO else ()
+    makes = {p: model_maker(config.with_remat(p), chosen, spec) for p in policies}
     return find_rules(
-        make or model_maker(config, chosen, spec),
+        makes or model_maker(config, chosen, spec),
         loss=loss_of(config, chosen, train=True),
         batch=batch_spec(config.data, rows),
         optimizer=optimizer.transform,
@@ -115,29 +111,29 @@ def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRu
     )
 
 
-def _searched(model: object) -> list[str]:
+def _searched(config: RunConfig, spec: DataSpec) -> list[str]:
     """Returns the policies to choose among. The cost model of traced programs does not count what
     moves to the host."""
-    if getattr(model, "remat", None) != AUTO:
-        return []
-    return [policy for policy in policies_of(model) if not policy.startswith(OFFLOAD)]
+    return [policy for policy in policies_of(config, spec) if not policy.startswith(OFFLOAD)]
 
 
 def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRules:
     """Returns the rules for a planned run, on the best mesh of the cluster of its plans, with the
-    rematerialisation and the number of microbatches with which a step fits and is quickest.
+    number of microbatches with which a step fits and is quickest, and with the policy if the config
+    of the model has `remat_tags`. Without them, a field `remat` may hold other values than policies
+    of `shardlib.nn.remat`.
 
     Raises:
         ShardlibError: The errors of `find_for_run`.
     """
     train = config.train
     is_split = train.local_sgd is not None or train.reduction != ReductionConfig()
-    counted = {} if is_split else {"microbatches": AUTO}
+    is_whole = family(config.model.name).couples_rows
+    counted = {} if is_split or is_whole else {"microbatches": AUTO}
     train = dataclasses.replace(train, global_batch=plans.workload.batch, **counted)
     config = dataclasses.replace(config, train=train, mesh=AUTO, rules=AUTO)
-    if isinstance(getattr(config.model, "remat", None), str):
-        config = with_policy(config, AUTO)
-    return find_for_run(config, plans.cluster, notify)
+    any_policy = hasattr(config.model, "remat_tags")
+    return find_for_run(config, plans.cluster, notify, any_policy=any_policy)
 
 
 def beside(found: FoundRules, plans: Plans) -> str:
@@ -190,8 +186,8 @@ def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunCo
         same = _cutting(now) == _cutting(before)
     if not same:
         return None
-    if getattr(config.model, "remat", None) == AUTO:
-        config = with_policy(config, began.model.remat)
+    if config.remat == AUTO:
+        config = config.with_remat(began.remat)
     return dataclasses.replace(config, rules=began.rules, mesh=mesh)
 
 

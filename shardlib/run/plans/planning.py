@@ -141,7 +141,7 @@ def workload_of(
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
         job,
-        policies=policies_of(config.model),
+        policies=policies_of(config, spec),
         moments=(momentum,),
         loss_chunks=(1, 8) if hasattr(config.model, "loss_chunks") else (1,),
         dropout=getattr(config.model, "dropout", 0.0) > 0,
@@ -180,8 +180,8 @@ def traced_workload(
     """
     chosen, options = family(config.model.name), config.train
     optimizer = build_optimizer(config.optimizer, steps=options.steps, global_batch=batch)
-    if getattr(config.model, "remat", "none") == AUTO:
-        config = with_policy(config, "none")
+    if config.remat == AUTO:
+        config = config.with_remat("none")
     return trace_workload(
         model_maker(config, chosen, spec),
         optimizer.transform,
@@ -274,13 +274,12 @@ def _as_it_is(config: RunConfig) -> TransformerWorkload:
     train = config.train
     if train.local_sgd is not None or train.reduction != ReductionConfig():
         raise ConfigError("the config sets the groups along data")
-    policy = getattr(config.model, "remat", "none")
-    if policy not in (AUTO, *workload.policies):
-        raise ConfigError(f"the planner does not know the remat policy {policy}")
+    if config.remat not in workload.policies:
+        raise ConfigError(f"the planner does not know the remat policy {config.remat}")
     rules = config.axis_rules()
     return dataclasses.replace(
         workload,
-        policies=workload.policies if policy == AUTO else (policy,),
+        policies=(config.remat,),
         loss_chunks=(getattr(config.model, "loss_chunks", 1),),
         **read_rules(rules),
     )
@@ -347,18 +346,22 @@ def _offloads(config: RunConfig) -> tuple[bool, ...]:
     return (False, True) if config.train.local_sgd is None else (False,)
 
 
-def policies_of(model: object) -> tuple[str, ...]:
-    """Returns the policies of rematerialisation that the config of a model takes, among those worth
-    trying: from the least recomputation to the most."""
-    if not hasattr(model, "remat"):
+def policies_of(config: RunConfig, data: DataSpec) -> tuple[str, ...]:
+    """Returns the policies of rematerialisation that a model takes, among those worth trying: from
+    the least recomputation to the most. Its config and its `validate` may refuse some."""
+    if not hasattr(config.model, "remat"):
         return ("none",)
-    tags = getattr(model, "remat_tags", ())
-    return tuple(policy for policy in POLICIES if not remat.check(policy, tags))
+    tags = getattr(config.model, "remat_tags", ())
+    known = (policy for policy in POLICIES if not remat.check(policy, tags))
+    return tuple(policy for policy in known if _takes(config, policy, data))
 
 
-def with_policy(config: RunConfig, policy: str) -> RunConfig:
-    """Returns the config with another rematerialisation of its model."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policy))
+def _takes(config: RunConfig, policy: str, data: DataSpec) -> bool:
+    try:
+        model = config.with_remat(policy).model
+    except ConfigError:
+        return False
+    return not family(model.name).faults(model, data)
 
 
 def _software(config: RunConfig) -> Software:
@@ -469,7 +472,7 @@ def choice_of(config: RunConfig) -> Choice:
         ModelError: If no plan has the ranges of its rematerialisation. A plan applies a policy to
             the same number of layers in each stage, and none to the others.
     """
-    policy = getattr(config.model, "remat", "none")
+    policy = config.remat
     chunks = getattr(config.model, "loss_chunks", 1)
     moments = config.optimizer.momentum_dtype
     if not policy[0].isdecimal():
