@@ -386,7 +386,7 @@ def _object(function: Mapping[str, Any]) -> Any:
 def _sampling(
     url: Url, given: Mapping[str, Any], choice: int, adapter: str | None, grammar: Grammar | None
 ) -> Sampling:
-    most = given.get("max_completion_tokens", given.get("max_tokens"))
+    most = _most_tokens(given)
     logprobs = given.get("logprobs")
     if url == COMPLETIONS:
         most = 1 if _drops_answer(given) else _COMPLETION_TOKENS if most is None else most
@@ -420,6 +420,17 @@ def _sampling(
         adapter=adapter,
         prompt_logprobs=given.get("echo", False) and logprobs is not None,
     )
+
+
+def _most_tokens(given: Mapping[str, Any]) -> int | None:
+    """Returns the most tokens of an answer, by either name of the field; None without one."""
+    both = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if len(set(both)) > 1:
+        raise BodyError(
+            f"max_completion_tokens is {both[0]}, and max_tokens {both[1]}.\n"
+            "  Leave max_tokens out: it is the older name of the same."
+        )
+    return both[0] if both else None
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:

@@ -68,6 +68,13 @@ def test_parts_of_a_content_are_one_text():
             of_chat(wrong)
 
 
+def test_the_longest_answer_has_one_length_by_either_name():
+    for fields in ({"max_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 5}):
+        assert of_chat("one", **fields).samplings[0].max_tokens == 5
+    with pytest.raises(BodyError, match=r"max_completion_tokens is 4, and max_tokens 5.\n  Leave"):
+        of_chat("one", max_completion_tokens=4, max_tokens=5)
+
+
 def test_alternatives_of_tokens_need_their_log_probabilities():
     with pytest.raises(BodyError, match=r"top_logprobs are given without logprobs.\n  Set"):
         of_chat("one", top_logprobs=2)
