@@ -4,7 +4,7 @@ Source: Vaswani et al. 2017, "Attention Is All You Need", with the norms after e
 Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", with the norms before each branch (`pre`).
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
@@ -55,6 +55,7 @@ class EncoderFields:
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
     layers. auto chooses one for all layers, with rules: auto."""
+    remat_tags: ClassVar = TAGS
 
     @property
     def mlp_size(self) -> int:

@@ -1,6 +1,6 @@
 """The config of T5, and its faults."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shardlib.config import configclass
 from shardlib.nn import remat
@@ -68,6 +68,7 @@ class T5Config:
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
     layers. auto chooses one for all layers, with rules: auto."""
+    remat_tags: ClassVar = TAGS
 
     @property
     def head_size(self) -> int:

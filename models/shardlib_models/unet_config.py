@@ -1,6 +1,6 @@
 """The config of the UNet of Stable Diffusion, and its faults."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shardlib.config import configclass
 from shardlib.nn import remat
@@ -71,6 +71,7 @@ class UNetConfig:
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full or save:NAME,NAME. A unit is a residual
     block, or a transformer layer. auto chooses, with rules: auto."""
+    remat_tags: ClassVar = TAGS
 
     @property
     def widths(self) -> tuple[int, ...]:

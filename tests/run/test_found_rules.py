@@ -22,7 +22,7 @@ from shardlib.errors import ConfigError, DoesNotFitError, RuleError
 from shardlib.hardware import parse_cluster
 from shardlib.nn import remat
 from shardlib.plan.request import Question
-from shardlib.registry import ModelFamily
+from shardlib.registry import ModelFamily, families
 from shardlib.rules import RulesConfig
 from shardlib.run.plans.finding import find_for_run, rules_for_plan
 from shardlib.run.plans.planning import plan_run, policies_of
@@ -211,6 +211,15 @@ def test_the_policy_of_layers_is_found_with_the_rules(config):
 def test_what_the_model_refuses_is_not_tried(config, name):
     run = config(f"model.name={HERE}:{name}")
     assert policies_of(run, run.data.spec()) == ("none", "full")
+
+
+@pytest.mark.parametrize("name", families())
+def test_built_in_models_name_what_a_policy_may_keep(name):
+    model = families()[name].config()
+    if hasattr(model, "remat"):
+        assert remat.check("save:query,key,value,attention_out", model.remat_tags) == []
+    else:
+        assert name in ("clip", "resnet")
 
 
 def found_by_plan(config):
