@@ -173,7 +173,8 @@ def _count(devices: Devices) -> int:
 
 
 def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunConfig | None:
-    """Returns the config with the rules that the run began with, if they are for its mesh."""
+    """Returns the config with the rules that the run began with, if they are for its mesh and its
+    rematerialisation, which is also kept if it is `auto` and the batch is the same."""
     if began is None or not isinstance(began.rules, RulesConfig) or not began.rules.found_for:
         return None
     mesh, before = config.mesh, MeshConfig.parse(began.rules.found_for)
@@ -184,10 +185,10 @@ def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunCo
         if -1 in now.sizes.values():
             now = now.resolve(_count(devices))
         same = _cutting(now) == _cutting(before)
-    if not same:
-        return None
-    if config.remat == AUTO:
+    if config.remat == AUTO and config.train.global_batch == began.train.global_batch:
         config = config.with_remat(began.remat)
+    if not same or config.remat != began.remat:
+        return None
     return dataclasses.replace(config, rules=began.rules, mesh=mesh)
 
 
@@ -197,6 +198,7 @@ def _cutting(mesh: MeshConfig) -> dict[str, int]:
 
 def _why(found: FoundRules, devices: Devices) -> str:
     seconds = duration(found.prices[0].seconds)
-    kept = "" if found.remat is None else f", remat {found.remat}"
-    text = f"found for {found.mesh_text}{kept}: {seconds} a step on {found.cluster}"
+    parts = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
+    parts += "" if found.remat is None else f", remat {found.remat}"
+    text = f"found for {found.mesh_text}{parts}: {seconds} a step on {found.cluster}"
     return text if knows(devices) else f"{text}, which stands for devices of unknown speed"
