@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -154,7 +155,8 @@ def _build(service: Service) -> FastAPI:
     """Returns the routes of a service."""
     app = FastAPI(title="shardlib", docs_url=None, redoc_url=None)
     page = resources.files("shardlib.serve").joinpath("status_page.html").read_bytes()
-    for kind in (ShardlibError, HTTPException, ClientDisconnect, Exception):
+    kinds = ShardlibError, HTTPException, RequestValidationError, ClientDisconnect, Exception
+    for kind in kinds:
         app.add_exception_handler(kind, error_response)
 
     @app.get("/health")

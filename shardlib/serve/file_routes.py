@@ -6,9 +6,9 @@ Source: the OpenAI API reference, "Files" and "Batch".
 import asyncio
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -17,6 +17,7 @@ from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import FIELDS
 from shardlib.serve.gate import read_json, too_large
 from shardlib.serve.http_errors import ApiError, JsonResponse
+from shardlib.serve.list_pages import BatchQuery, FileQuery, page_of
 from shardlib.serve.openapi import BATCH_BODY, FILE_BODY, RESPONSES
 
 _PURPOSES = ("batch", "fine-tune")
@@ -68,8 +69,11 @@ def _add_files(app: FastAPI, kept: Any, found: Any, most_bytes: int) -> None:
         return JsonResponse(added)
 
     @app.get("/v1/files", responses=RESPONSES)
-    def files() -> Response:
-        return JsonResponse({"object": "list", "data": kept().store.all("file"), "has_more": False})
+    def files(query: Annotated[FileQuery, Query()]) -> Response:
+        every = kept().store.all("file")
+        if query.purpose is not None:
+            every = [one for one in every if one["purpose"] == query.purpose]
+        return JsonResponse(page_of(every if query.order == "desc" else every[::-1], query))
 
     @app.get("/v1/files/{identity}", responses=RESPONSES)
     def file(identity: str) -> Response:
@@ -110,9 +114,8 @@ def _add_batches(app: FastAPI, kept: Any, found: Any) -> None:
         return JsonResponse(added)
 
     @app.get("/v1/batches", responses=RESPONSES)
-    def batches() -> Response:
-        every = kept().store.all("batch")
-        return JsonResponse({"object": "list", "data": every, "has_more": False})
+    def batches(query: Annotated[BatchQuery, Query()]) -> Response:
+        return JsonResponse(page_of(kept().store.all("batch"), query))
 
     @app.get("/v1/batches/{identity}", responses=RESPONSES)
     def batch(identity: str) -> Response:

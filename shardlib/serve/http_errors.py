@@ -7,6 +7,7 @@ import json
 import logging
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -72,11 +73,21 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, ClientDisconnect):
         return ApiError(CLIENT_GONE, "the client has gone before the end of its body.")
+    if isinstance(error, RequestValidationError):
+        return ApiError(400, _faults(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     if not isinstance(error, ShardlibError):
         _LOG.error("A request has failed.", exc_info=error)
     return ApiError(500, f"The server has failed: {error}")
+
+
+def _faults(error: RequestValidationError) -> str:
+    """Returns which parameters of a URL are wrong, and why."""
+    faults = [
+        f"{one['loc'][-1]} is {one['input']!r}: {one['msg'].lower()}" for one in error.errors()
+    ]
+    return f"{'; '.join(faults)}.\n  Change these parameters, or leave them out."
 
 
 async def error_response(request: Request, error: Exception) -> JsonResponse:

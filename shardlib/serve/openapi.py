@@ -78,7 +78,9 @@ _STATUSES = {
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text} for status, text in _STATUSES.items()
+    **{status: {"description": text} for status, text in _STATUSES.items()},
+    # FastAPI adds its own 422 otherwise, which a wrong parameter does not have here: it is a 400.
+    "4XX": {"description": "The request is wrong in another way."},
 }
 """Responses that any route may give."""
 

@@ -8,6 +8,8 @@ import openai
 import pytest
 from byte_decoder import client, serving, wait_until
 
+from shardlib.serve.file_store import FileStore
+
 ROWS = [
     {
         "custom_id": f"r{n}",
@@ -17,6 +19,13 @@ ROWS = [
     }
     for n in range(30)
 ]
+
+BATCH = {
+    "object": "batch",
+    "endpoint": "/v1/completions",
+    "input_file_id": "file-0",
+    "completion_window": "24h",
+}
 
 
 def lines(rows):
@@ -100,6 +109,56 @@ def test_batches_that_end_otherwise(tmp_path):
             assert http.post("/v1/files", data={"purpose": "batch"}).status_code == 400
 
 
+def listed(pages):
+    """Returns the ids of a list, which the client reads page by page, and the lengths of pages."""
+    every = [[one.id for one in page.data] for page in pages.iter_pages()]
+    return [one for page in every for one in page], [len(page) for page in every]
+
+
+@pytest.mark.process
+def test_lists_come_in_pages(tmp_path):
+    store = FileStore(tmp_path)
+    for n in range(23):
+        time_and_state = {"created_at": n, "status": "completed"}
+        store.put(BATCH | time_and_state | {"id": store.new_id("batch")})
+    for n in range(5):
+        content = store.new_id("file")
+        store.content(content).write_text("{}")
+        store.put(
+            store.add_file("a", "fine-tune" if n == 3 else "batch", content) | {"created_at": n}
+        )
+    batches = [one["id"] for one in store.all("batch")]
+    files = [one["id"] for one in store.all("file")]
+    with official(tmp_path) as (one, _, address):
+        assert listed(one.batches.list()) == (batches, [20, 3])
+        assert listed(one.batches.list(limit=10)) == (batches, [10, 10, 3])
+        assert listed(one.batches.list(limit=5, after=batches[12])) == (batches[13:], [5, 5])
+        assert listed(one.files.list()) == (files, [5])
+        assert listed(one.files.list(limit=2, order="asc")) == (files[::-1], [2, 2, 1])
+        assert listed(one.files.list(purpose="fine-tune")) == ([files[1]], [1])
+        with client(address) as http:
+            page = http.get("/v1/batches?limit=2").json()
+            assert (page["first_id"], page["last_id"]) == (batches[0], batches[1])
+            assert page["has_more"] is True
+            page = http.get(f"/v1/batches?after={batches[-1]}").json()
+            none = {"data": [], "first_id": None, "last_id": None, "has_more": False}
+            assert page == {"object": "list", **none}
+            for path, fault in {
+                "batches?limit=0": "limit is '0'",
+                "batches?limit=101": "limit is '101'",
+                "files?limit=10001": "limit is '10001'",
+                "files?limit=many": "limit is 'many'",
+                "files?order=up": "order is 'up'",
+                "files?before=a": "before is 'a'",
+                f"batches?after={files[0]}": f"after is '{files[0]}'",
+                "files?after=file-1&purpose=batch": "after is 'file-1'",
+            }.items():
+                refused = http.get(f"/v1/{path}")
+                assert refused.status_code == 400, path
+                assert refused.json()["error"]["message"].startswith(fault)
+                assert "\n  " in refused.json()["error"]["message"]
+
+
 @pytest.mark.process
 def test_the_schema_of_the_api_describes_what_routes_take_and_give(tmp_path):
     with official(tmp_path) as (_, _, address), client(address) as http:
@@ -119,3 +178,5 @@ def test_the_schema_of_the_api_describes_what_routes_take_and_give(tmp_path):
     assert streamed.partition(";")[0] in types("/v1/completions", "post", "200")
     assert page.partition(";")[0] in types("/", "get", "200")
     assert "404" in paths["/v1/models/{name}"]["get"]["responses"]
+    assert "400" in paths["/v1/files"]["get"]["responses"]
+    assert "422" not in paths["/v1/files"]["get"]["responses"]
