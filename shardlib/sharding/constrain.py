@@ -174,7 +174,7 @@ def plainly(name: str = "plain") -> Iterator[None]:
 
 @contextlib.contextmanager
 def pricing() -> Iterator[Priced]:
-    """Traces for a cost model: attention kernels are written out and marked."""
+    """Traces for a cost model."""
     token = _priced.set(Priced())
     try:
         yield _priced.get()  # type: ignore[misc]

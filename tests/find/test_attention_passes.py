@@ -25,21 +25,15 @@ PRODUCTS = 4.0 * ROWS * LENGTH**2 * WIDTH * LAYERS
 """FLOPs of the scores and the mixed values of all pairs, forward."""
 
 
-def costs(policy, *, as_one=True):
+def costs(policy):
     config = TransformerConfig(
         num_layers=LAYERS, embed_dim=WIDTH, num_heads=2, num_kv_heads=2, mlp_dim=512, remat=policy
     )
     make = functools.partial(FAMILY.make, config, DataSpec(vocab_size=512, sequence_length=LENGTH))
     options = {"precision": "bf16", "platform": "gpu"}
     of_model, batch = functools.partial(FAMILY.loss, train=True), shapes(ROWS, LENGTH)
-
-    def trace():
-        return trace_workload(make, optax.sgd(1e-3), of_model, batch, **options)
-
-    if not as_one:
-        return trace().costs(Layout(), "gpu")[0]
-    with attention_as_one("gpu", every=False):
-        return trace().costs(Layout(), "gpu")[0]
+    traced = trace_workload(make, optax.sgd(1e-3), of_model, batch, **options)
+    return traced.costs(Layout(), "gpu")[0]
 
 
 def by_pass(tally):
@@ -56,7 +50,6 @@ def test_attention_runs_forward_again_unless_its_result_is_kept(policy):
     again = PRODUCTS if policy in ("full", "save:query,key,value") else 0.0
     expected = {"forward": PRODUCTS, "recompute": again, "backward": 2 * PRODUCTS}
     assert by_pass(costs(policy)) == expected
-    assert by_pass(costs(policy, as_one=False)) == expected
 
 
 class Remade(Block):
@@ -87,7 +80,7 @@ class Plain(LM):
 @pytest.mark.parametrize("policy", ["none", "full", "save:attended"])
 def test_a_program_that_shardlib_partitions_runs_it_as_often(policy):
     make = functools.partial(Plain, policy=policy)
-    with attention_as_one("gpu", every=False):
+    with attention_as_one("gpu"):
         workload = trace_workload(
             make,
             optax.sgd(1e-3),
@@ -108,6 +101,6 @@ def test_a_compiled_function_of_the_user_is_met_in_each_search():
     function = jax.jit(lambda x: attend(x, x, x))
     x = jax.ShapeDtypeStruct((2, 128, 4, 16), jnp.bfloat16)
     for _ in range(2):
-        with attention_as_one("gpu", every=False):
+        with attention_as_one("gpu"):
             jax.eval_shape(lambda x: function(x), x)
             assert attention_is_met()

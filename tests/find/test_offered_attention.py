@@ -88,6 +88,8 @@ def test_devices_that_share_a_head_get_copies_of_it_by_ulysses():
     assert copies(8, 2, 4, 2) == 4
     # A device's three query heads may share several: it gets one for each.
     assert copies(12, 3, 4) == 4
+    # Heads over `tensor` share one already.
+    assert copies(8, 2, 2, 4) == 2
     assert copies(8, 4, 4) == copies(4, 2, 4, context="ring") == 1
 
 

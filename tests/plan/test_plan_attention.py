@@ -15,10 +15,10 @@ from shardlib.cost.transformer.flops import step_flops
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention import attend
+from shardlib.nn.attention.as_one import attention_as_one
 from shardlib.plan import Job, Layout, Transformer, peak_memory, step_time
-from shardlib.plan.workloads.tracing import trace_workload
+from shardlib.plan.workloads.tracing import naming, trace_workload
 from shardlib.registry import DataSpec
-from shardlib.sharding.constrain import pricing
 from shardlib_models import transformer
 
 LAYERS, EMBED, HEADS, KV_HEADS, HIDDEN, VOCAB, LENGTH, BATCH = 2, 512, 8, 2, 512, 512, 1024, 16
@@ -101,7 +101,7 @@ def counted(function, arrays, platform):
     mesh = abstract_mesh("data=1", 1).update(
         abstract_device=jax.sharding.AbstractDevice(platform, None, platform=platform)
     )
-    with pricing(), sl.use(mesh, sl.rules.STANDARD):  # type: ignore[arg-type]
+    with attention_as_one(platform), sl.use(mesh, sl.rules.STANDARD):  # type: ignore[arg-type]
         program = jax.make_jaxpr(function)(*arrays).jaxpr
     walk = Walk({}, lambda names, shape, kind: ((),) * len(shape), platform)
     given = (*program.constvars, *program.invars)
@@ -116,6 +116,30 @@ def gradient_costs(platform, *shapes, **options):
 
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return counted(jax.grad(loss, (0, 1, 2)), arrays, platform)
+
+
+def test_devices_may_share_a_head_of_keys():
+    """Each computes its query heads, and the gradients of what they share are summed."""
+
+    def loss(query, key):
+        placed = sl.constrain(query, "batch", None, "heads", None)
+        return jnp.sum(attend(placed, key, key).astype(jnp.float32))
+
+    query, key = (jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16) for n in (4, 1))
+    with naming(sl.rules.STANDARD, ("heads", "batch"), "gpu"):
+        program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(query, key).jaxpr
+    whole = abstract_mesh("tensor=4", 4)
+
+    def resolve(names, shape, kind):
+        spec = sl.rules.STANDARD.spec(names, shape, whole, kind)
+        return tuple(() if entry is None else (entry,) for entry in spec)
+
+    walk = Walk({"tensor": 4}, resolve, "gpu")
+    given = (*program.constvars, *program.invars)
+    laid, costs = walk.run(program, [replicated(var.aval) for var in given])
+    pairs = 2 * 512 * 512 * 4 * 2 * 64
+    assert sum(costs.attended.values()) == 2 * pairs * (1 + 2) / 4
+    assert "tensor" in laid[1].partial
 
 
 def test_kernels_compute_blocks_with_a_visible_pair():
@@ -167,7 +191,7 @@ def test_one_kernel_may_follow_another():
 
 
 def test_attention_without_a_kernel_is_priced_as_written():
-    row, text = (2, 256, 4, 64), (2, 77, 4, 64)
+    row, text = (2, 256, 4, 64), (2, 300, 4, 64)
     for platform, shapes, has_kernel in (
         ("tpu", (row, text, text), False),
         ("gpu", (row, text, text), True),

@@ -17,6 +17,8 @@ from shardlib.nn.attention.order import AXIS, hops
 
 Shardings = list[ValueSharding]
 _FLOAT32 = 4
+_KEY_VALUES = (1, 2)
+"""Positions of the keys and values among operands, and of their gradients among results."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "shift"]
 
 
@@ -30,19 +32,27 @@ def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Sha
     """Returns the layouts of the results, and records what devices send: operands in other layouts,
     and keys and values along `context`.
 
-    Rows and heads stay cut, and positions along `context` alone. Heads are cut only if key-value
-    heads are.
+    Rows and heads stay cut, and positions along `context` alone. Key-value heads that are not cut
+    as query heads are whole; each device reads the ones that its query heads share.
     """
     query, key = (_cut(laid.spec) for laid in shardings[:2])
-    heads = query[2] if query[2] == key[2] else ()
     what = description(equation)
     shares_rows = what is None or what.shares_rows
-    wanted = query[0], query[1] if shares_rows else (), heads
-    for var, laid in zip(equation.invars, shardings, strict=True):
-        spread.relaid(var.aval, laid, _spec(wanted, len(var.aval.shape)))
+    wanted = query[0], query[1] if shares_rows else (), query[2]
+    shared = () if key[2] == query[2] else query[2]
+    """Mesh axes of devices that share key-value heads."""
+
+    def laid_out(at: int, rank: int) -> ValueSharding:
+        if shared and at in _KEY_VALUES:
+            # Their gradients are sums over the devices that share a head.
+            return ValueSharding(_spec((*wanted[:2], ()), rank), shared)
+        return ValueSharding(_spec(wanted, rank))
+
+    for at, (var, laid) in enumerate(zip(equation.invars, shardings, strict=True)):
+        spread.relaid(var.aval, laid, laid_out(at, len(var.aval.shape)).spec)
     if what is not None:
         _exchange(spread, equation, what, _spec(wanted, 4))
-    return [ValueSharding(_spec(wanted, len(v.aval.shape))) for v in equation.outvars]
+    return [laid_out(at, len(var.aval.shape)) for at, var in enumerate(equation.outvars)]
 
 
 def attention_flops(spread: Spreading, equation: Equation, out: ValueSharding) -> float:
@@ -60,11 +70,12 @@ def attention_flops(spread: Spreading, equation: Equation, out: ValueSharding) -
 def _exchange(spread: Spreading, equation: Equation, what: RowAttention, spec: Spec) -> None:
     """Records what the devices that share a row send each other."""
     arrays = [var.aval for var in equation.invars[:3]]
-    parts = spread.shards(tuple(axis for axes in spec for axis in axes))
-    held = [nbytes(x) / parts for x in arrays]
     # The program may be that of one device already.
     shards = round(what.length / arrays[0].shape[1] * spread.shards(spec[1]))
     heads = round(what.heads / arrays[0].shape[2] * spread.shards(spec[2]))
+    parts = spread.shards((*spec[0], *spec[1]))
+    of_device = what.heads // heads, *[what.kv_heads_of_device(heads)] * 2
+    held = [nbytes(x) * n / x.shape[2] / parts for x, n in zip(arrays, of_device, strict=True)]
     width, is_gradient = arrays[1].dtype.itemsize, equation.params["linear"]
     for kind, num_bytes in exchanged(what, shards, heads, held, width, is_gradient=is_gradient):
         spread.send(kind, (AXIS,), num_bytes)

@@ -24,7 +24,7 @@ from shardlib.cost.traced.primitives import keeps_summands, results
 from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
-from shardlib.nn.attention.stand_in import Kernel, is_repeated, kernel_of
+from shardlib.nn.attention.kernel import Kernel
 from shardlib.sharding.shared_rows import OPAQUE
 
 _EXPONENTIALS = frozenset(
@@ -40,8 +40,6 @@ _PASSES: tuple[Pass, ...] = ("forward", "backward", "recompute")
 
 @functools.lru_cache(maxsize=4096)
 def _pass(stack: str) -> Pass:
-    if kernel_of(stack) is not None and is_repeated(stack):
-        return "backward"
     return pass_of(stack, "forward")
 
 
@@ -51,7 +49,7 @@ class Tally:
 
     products: Counter[tuple[Pass, Product]] = dataclasses.field(default_factory=Counter)
     attended: Counter[tuple[Pass, Kernel]] = dataclasses.field(default_factory=Counter)
-    """FLOPs of attention kernels for all pairs, without those that the backward pass repeats."""
+    """FLOPs of attention kernels for all pairs, without those that their backward pass repeats."""
     moved: Counter[tuple[Pass, Moved]] = dataclasses.field(default_factory=Counter)
     fused_bytes: Counter[Pass] = dataclasses.field(default_factory=Counter)
     exponentials: Counter[Pass] = dataclasses.field(default_factory=Counter)
@@ -205,8 +203,8 @@ class _Run:
     def outs(self, apart: int) -> list[ValueSharding]:
         """Runs the program and returns the layouts of its results."""
         groups = fusion(self.program, self.walk.platform)
-        of_kernels = (group for group in groups if group.in_kernel)
-        self.of_kernels = {v for group in of_kernels for v in (*group.reads, *group.writes)}
+        kernels = (one for one in self.program.operations if one.name == OPAQUE)
+        self.of_kernels = {v for one in kernels for v in (*one.invars, *one.outvars)}
         live = Live(self.program, groups, set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
@@ -229,7 +227,7 @@ class _Run:
         else:
             if not keeps_summands(operation, ins):
                 ins = self._settled(operation, ins)
-            outs = self._results(index, operation, ins, stack)
+            outs = self._results(index, operation, ins)
             if operation.name == OPAQUE:
                 self._attend(operation, outs[0])
         self.env.update(zip(operation.outvars, outs, strict=True))
@@ -239,13 +237,6 @@ class _Run:
             self.costs.exponentials[self.during] += numbers  # type: ignore[assignment]
         return inside
 
-    def _multiplied(self, made: Product, stack: str) -> None:
-        kernel = kernel_of(stack)
-        if kernel is None:
-            self.costs.products[self.during, made] += 1
-        elif not is_repeated(stack):
-            self.costs.attended[self.during, kernel] += made.flops  # type: ignore[assignment]
-
     def _attend(self, operation: Operation, out: ValueSharding) -> None:
         """Counts attention that is one operation."""
         if (what := description(operation)) is not None:
@@ -253,7 +244,7 @@ class _Run:
             self.costs.attended[self.during, what.kernel] += flops  # type: ignore[assignment]
 
     def _results(
-        self, index: int, operation: Operation, ins: list[ValueSharding], stack: str
+        self, index: int, operation: Operation, ins: list[ValueSharding]
     ) -> list[ValueSharding]:
         """Returns the layouts of the results of an operation without an inner program, and counts
         what it sends and multiplies. Layers repeat: equal operations are laid out once."""
@@ -268,7 +259,7 @@ class _Run:
         for moved in sent:
             self._moved(moved)
         if made is not None:
-            self._multiplied(made, stack)
+            self.costs.products[self.during, made] += 1
         return outs
 
     def _moved(self, moved: Moved) -> None:

@@ -2,8 +2,7 @@
 
 Elementwise operations run inside their readers. A value is written if a matmul, a reduction, a loop
 or more than one such group reads it, and each group reads each array once. XLA fuses in about this
-way (Snider and Liang 2023, "Operator Fusion in XLA: Analysis and Evaluation", section 3). An
-attention kernel reads its operands and writes what others read.
+way (Snider and Liang 2023, "Operator Fusion in XLA: Analysis and Evaluation", section 3).
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ from shardlib.cost.traced.layout import nbytes
 from shardlib.cost.traced.primitives import COLLECTIVES, REDUCTIONS
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.jaxprs import FlatProgram, Operation, array_of, is_literal
-from shardlib.nn.attention.stand_in import kernel_of
 from shardlib.sharding.shared_rows import OPAQUE
 
 LOOPS = frozenset(("scan", "while", "cond"))
@@ -61,8 +59,6 @@ class Group:
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
     stack: str
-    in_kernel: bool
-    """Whether it is an attention kernel."""
     own: bool
     """Whether its bytes are counted elsewhere, with a product, a collective or an inner program."""
 
@@ -90,7 +86,6 @@ class _Fusing:
         self.once = _ONCE.get(platform or "", frozenset())
         solid = _SOLID - {"concatenate"} if self.into else _SOLID
         self.solid = [operation.name in solid for operation in program.operations]
-        self.in_kernel = [kernel_of(one.stack) is not None for one in program.operations]
         self.users: dict[Any, list[int]] = {}
         for index, operation in enumerate(program.operations):
             for value in dict.fromkeys(v for v in operation.invars if not is_literal(v)):
@@ -115,15 +110,14 @@ class _Fusing:
                 reads.update({value: None} if wide else self.reads.get(value, {value: None}))
             moves = operation.name in _MOVES or not self.moved.isdisjoint(operands)
             if self._is_written(index, operation, reads, moves=moves):
-                own = operation.name in _COUNTED and not self.in_kernel[index]
-                about = (operation.stack, self.in_kernel[index], own)
-                group = Group(index, tuple(reads), operation.outvars, *about)
+                own = operation.name in _COUNTED
+                group = Group(index, tuple(reads), operation.outvars, operation.stack, own)
                 groups.append(group)
                 if self.into and self._widens(operation):
                     # Others read the source, which is smaller.
                     self.widened.update(operation.outvars)
                     self.reads.update(dict.fromkeys(operation.outvars, reads))
-                last = None if self.in_kernel[index] else self._last_within(operation)
+                last = self._last_within(operation)
                 if last is not None:
                     self.ends_product.add(last)
                     self.reads.update((made, {}) for made in operation.outvars)
@@ -138,18 +132,11 @@ class _Fusing:
     ) -> bool:
         name = operation.name
         is_result = bool(self.outputs.intersection(operation.outvars))
-        if self.in_kernel[index]:
-            # What is tagged is the result, which another kernel may read.
-            read = (user for value in operation.outvars for user in self.users.get(value, ()))
-            ends = is_result or name == "name"
-            return ends or not all(self.in_kernel[user] for user in read)
         if self.solid[index] or name in REDUCTIONS or is_result or index in self.ends_product:
             return True
         if name in _FREE and name != "convert_element_type":
             return False
         users = self._readers(operation)
-        if any(self.in_kernel[user] for user in users):
-            return True
         names = {self.program.operations[user].name for user in users if self.solid[user]}
         if names - self.into or (names and moves):
             return True
@@ -192,8 +179,7 @@ class _Fusing:
         return made.aval.dtype.itemsize > before.itemsize
 
     def _is_elementwise(self, index: int) -> bool:
-        apart = self.solid[index] or self.in_kernel[index]
-        return not apart and self.program.operations[index].name not in REDUCTIONS
+        return not self.solid[index] and self.program.operations[index].name not in REDUCTIONS
 
     def _readers(self, operation: Operation) -> set[int]:
         """Returns the operations that read a value, directly or through recomputed operations. A
@@ -203,8 +189,7 @@ class _Fusing:
         while waiting:
             index = waiting.pop()
             reader = self.program.operations[index]
-            apart = reader.name not in _FREE or self.in_kernel[index]
-            if apart or self.outputs.intersection(reader.outvars):
+            if reader.name not in _FREE or self.outputs.intersection(reader.outvars):
                 readers.add(index)
                 continue
             for user in (u for value in reader.outvars for u in self.users.get(value, ())):

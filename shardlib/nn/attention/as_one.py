@@ -17,10 +17,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from shardlib.nn.attention.backends import BY_HAND, Backend, resolve_backend
 from shardlib.nn.attention.blockwise import Segments
+from shardlib.nn.attention.kernel import Kernel, kernel_for
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.order import Order
 from shardlib.nn.attention.plan import WHOLE_ROWS, ContextMethod, sharing_faults
-from shardlib.nn.attention.stand_in import Kernel, kernel_for
 from shardlib.nn.attention.ulysses import kv_heads_of
 from shardlib.nn.remat import ATTENDED
 from shardlib.sharding.shared_rows import opaque
@@ -78,15 +78,20 @@ class RowAttention:
     def key_copies(self, shards: int, parts: int = 1) -> float:
         """Returns the key-value heads that a device sends to `shards` devices for each of its own,
         if heads are in `parts`: more than one by `ulysses` where devices share a head."""
-        heads, kv_heads = self.heads // parts, self.kv_heads // parts
+        heads, kv_heads = self.heads // parts, self.kv_heads_of_device(parts)
         if self.method != "ulysses" or heads % shards:
             return 1.0
         return kv_heads_of(heads, kv_heads, shards).size / kv_heads
 
+    def kv_heads_of_device(self, parts: int) -> int:
+        """Returns the key-value heads of a device, if query heads are in `parts`. Devices may share
+        a head."""
+        return kv_heads_of(self.heads, self.kv_heads, parts).shape[1]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    platform: str
+    platform: str | None
     every: bool
     number: int
     met: list[bool] = dataclasses.field(default_factory=list)
@@ -100,9 +105,18 @@ _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("as_one
 
 
 @contextlib.contextmanager
-def attention_as_one(platform: str, *, every: bool) -> Iterator[None]:
-    """Traces attention of rows to themselves as one operation, which cannot run: that for which a
-    platform has a kernel, or all of it for a mesh with devices along `context`."""
+def attention_as_one(platform: str | None, *, every: bool = False) -> Iterator[None]:
+    """Traces attention as one operation, which cannot run: that for which a platform has a kernel
+    and, for a mesh with devices along `context`, `every` attention of rows to themselves. Within
+    another such context it changes nothing.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`; None for that of the active mesh or of this machine.
+        every: See above.
+    """
+    if _wanted.get() is not None:
+        yield
+        return
     wanted = _Wanted(platform, every, next(_numbers))
     token = _wanted.set(wanted)
     try:

@@ -18,9 +18,8 @@ from shardlib.nn.attention.plan import ContextMethod, ContextPlan, plan_context
 from shardlib.nn.attention.region import in_region
 from shardlib.nn.attention.ring import ring_attention
 from shardlib.nn.attention.splash import splash
-from shardlib.nn.attention.stand_in import stand_in
 from shardlib.nn.attention.ulysses import ulysses_attention
-from shardlib.sharding.constrain import active, is_plain, is_priced
+from shardlib.sharding.constrain import active, is_plain
 from shardlib.sharding.manual import axis_size
 from shardlib.sharding.shared_rows import opaque, row_parts
 
@@ -258,8 +257,6 @@ def _on_device(
     if backend == "blockwise":
         return blockwise(query, key, value, segments, sinks, mask=mask)
     assert sinks is None or backend == "xla", "other backends are not chosen for sinks"
-    if backend in BY_HAND and is_priced():
-        return stand_in(backend, mask, query, key, value, segments)
     if backend == "splash":
         return splash(query, key, value, segments, mask=mask)
     at, kv_at = (

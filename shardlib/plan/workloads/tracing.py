@@ -6,10 +6,11 @@ the batch into layouts, which are propagated through the program (`cost.traced.l
 computation, memory passes and communication of one device are counted (`cost.traced.costs`). The
 optimizer's update is a separate program, so that an update with matmuls is priced in full.
 
-`sl.attention.attend` is priced as the kernel that a platform has for it. A traced program does not
-show other kernels that a compiler substitutes for operations (attention written out is priced as
-written), pipelines (`stage` is not supported), and what hand-written code would do on axes of more
-than one device (`jax.shard_map`, rings over `context`, experts that exchange tokens).
+`sl.attention.attend` is priced as the kernel that a platform has for it, with what devices along
+`context` send each other. A traced program does not show other kernels that a compiler substitutes
+for operations (attention written out is priced as written), pipelines (`stage` is not supported),
+and what hand-written code would do on axes of more than one device (`jax.shard_map`, experts that
+exchange tokens).
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from shardlib.functional.precision import precision as precision_named
 from shardlib.losses import Mean
 from shardlib.losses.signature import called_by_position
 from shardlib.mesh import abstract_mesh
+from shardlib.nn.attention.as_one import attention_as_one
 from shardlib.optim.transforms import check_transformation
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import STANDARD, AxisRules
@@ -231,7 +233,7 @@ def names_met(
     if ANY not in {name for kind in _KINDS for name, _ in rules.table(kind)}:
         return set()
     mesh = _on_platform(abstract_mesh("data=1", 1), platform)
-    with recording() as met, pricing(), use(mesh, rules):  # type: ignore[arg-type]
+    with recording() as met, _pricing(platform), use(mesh, rules):  # type: ignore[arg-type]
         trace()
     return met
 
@@ -252,5 +254,11 @@ def naming(
     both = sorted({*known, *(PARAMS_TABLE + name for name in known)})
     mesh = AbstractMesh((1,) * len(both), tuple(both), axis_types=(AxisType.Auto,) * len(both))
     named: Any = _Naming(rules.params, rules.activations, given=rules)
-    with pricing() as priced, use(_on_platform(mesh, platform), named):  # type: ignore[arg-type]
+    with _pricing(platform) as priced, use(_on_platform(mesh, platform), named):  # type: ignore[arg-type]
+        yield priced
+
+
+@contextlib.contextmanager
+def _pricing(platform: str | None) -> Iterator[Priced]:
+    with pricing() as priced, attention_as_one(platform):
         yield priced
