@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from shardlib.errors import ConfigError, MeshError, ModelError, did_you_mean
 from shardlib.find.context import CONTEXT
 from shardlib.find.equivalence import Classes
 from shardlib.find.found import FoundRules
-from shardlib.find.outer_search import OuterSearch
+from shardlib.find.outer_search import best_rules
 from shardlib.find.search import SEARCHED, Search
 from shardlib.find.trace import TracedLoss, fsdp_alone, trace_loss
 from shardlib.functional import FunctionalModule, Inputs, functional
@@ -24,6 +24,7 @@ from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
 from shardlib.nn.attention.as_one import attention_as_one, traced_alike
 from shardlib.optim.transforms import check_transformation
+from shardlib.paths import named_leaves
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.tracing import LossFn, TracedWorkload, trace_workload
 from shardlib.rules import AxisRules
@@ -77,7 +78,7 @@ def find_rules(
         RuleError: If the given rules place parameters of one structure differently.
         DoesNotFitError: If no layout fits into the devices; it says how much is missing.
         PartitionError: If no answer was found in time.
-        ModelError: If a model cannot compute in the precision, or models differ in parameters.
+        ModelError: If a model cannot compute in the precision, or models differ in their state.
         DataError: If a leaf of the batch has no rows.
         ConfigError: If `microbatches` or `seconds` is not positive, or no `make` is given.
     """
@@ -85,10 +86,10 @@ def find_rules(
     cluster = of_one_kind(on)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
     sizes = _sizes(mesh, cluster) if mesh else None
+    step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster)
     of_all = bool(sizes and sizes[CONTEXT] > 1)
-    step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster, of_all)
-    programs = step.programs(by_remat(make), microbatches, capacity, tuple(forbidden))
-    return OuterSearch(programs, seconds, notify).best([sizes] if sizes else None)
+    request = _Request(step, of_all, microbatches, capacity, tuple(forbidden))
+    return best_rules(request.programs(by_remat(make)), [sizes] if sizes else None, seconds, notify)
 
 
 def by_remat(
@@ -110,6 +111,25 @@ def by_remat(
     return {**make}
 
 
+def _check_alike(modules: Mapping[str | None, FunctionalModule]) -> None:
+    """Raises `ModelError` if models differ in parameters or in other state."""
+    (first, held), *others = ((remat, set(_state_of(one))) for remat, one in modules.items())
+    different = {other: sorted({path for path, *_ in held ^ its}) for other, its in others}
+    if faults := [f"{other}: {', '.join(paths)}" for other, paths in different.items() if paths]:
+        raise ModelError(
+            f"models differ in their state from that of remat {first}:\n    "
+            + "\n    ".join(faults)
+            + "\n  Let each `make` of the mapping create the same parameters and model state."
+        )
+
+
+def _state_of(module: FunctionalModule) -> Iterator[tuple[str, bool, tuple[int, ...], Any]]:
+    """Yields the path of each leaf, whether it is trained, its shape and its dtype."""
+    for tree, is_trained in zip(module.shapes(), (True, False), strict=True):
+        for path, leaf in named_leaves(tree).items():
+            yield path, is_trained, leaf.shape, leaf.dtype
+
+
 def _check_positive(microbatches: int | None, seconds: float) -> None:
     if (microbatches is not None and microbatches < 1) or seconds <= 0:
         raise ConfigError(
@@ -119,7 +139,7 @@ def _check_positive(microbatches: int | None, seconds: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A training step, whose model may be given in several ways."""
+    """A training step without its model."""
 
     loss: LossFn
     batch: PyTree
@@ -129,26 +149,8 @@ class _Step:
     wrt: Any
     precision: str | Precision
     cluster: Cluster
-    attends_as_one: bool
-    """Whether attention without a kernel is one operation as well."""
 
-    def programs(
-        self, makes: Mapping[str | None, Callable[..., Any]], *options: Any
-    ) -> list[Callable[[], Search]]:
-        """Returns functions that trace a model by its rematerialisation; `options` are further
-        fields of a search."""
-        return [functools.partial(self._program, *one, options) for one in makes.items()]
-
-    def _program(
-        self, remat: str | None, make: Callable[..., Any], options: Sequence[Any]
-    ) -> Search:
-        module, platform = functional(make, self.inputs, self.wrt), self.cluster.platform
-        with attention_as_one(platform, every=self.attends_as_one):
-            traced, workload = self._traced(module)
-        classes = Classes(traced.program, traced.paths)
-        return Search(traced, classes, workload, self.cluster, self.rules, *options, remat=remat)
-
-    def _traced(self, module: FunctionalModule) -> tuple[TracedLoss, TracedWorkload]:
+    def traced(self, module: FunctionalModule) -> tuple[TracedLoss, TracedWorkload]:
         """Returns the trace of the loss, for the solver, and of the step on the platform of the
         cluster, for the cost model."""
         check_transformation(self.optimizer)
@@ -177,6 +179,50 @@ class _Step:
         )
         # Attention is one operation in all traces of a search.
         return traced, dataclasses.replace(workload, retrace=traced_alike(workload.retrace))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A training step, and what is asked of its rules."""
+
+    step: _Step
+    attends_as_one: bool
+    """Whether attention without a kernel is one operation as well."""
+    microbatches: int | None
+    capacity_bytes: float
+    forbidden: tuple[FoundRules, ...]
+
+    def programs(
+        self, makes: Mapping[str | None, Callable[..., Any]]
+    ) -> list[Callable[[], Search]]:
+        """Returns functions that trace a model, by the order of its rematerialisations.
+
+        Raises:
+            ModelError: If models differ in their state.
+        """
+        modules = {
+            remat: functional(make, self.step.inputs, self.step.wrt)
+            for remat, make in makes.items()
+        }
+        _check_alike(modules)
+        return [functools.partial(self._search, *one) for one in modules.items()]
+
+    def _search(self, remat: str | None, module: FunctionalModule) -> Search:
+        """Returns the search for the rules of a model, which it traces."""
+        step = self.step
+        with attention_as_one(step.cluster.platform, every=self.attends_as_one):
+            traced, workload = step.traced(module)
+        return Search(
+            traced,
+            Classes(traced.program, traced.paths),
+            workload,
+            step.cluster,
+            step.rules,
+            self.microbatches,
+            self.capacity_bytes,
+            self.forbidden,
+            remat,
+        )
 
 
 def _sizes(mesh: str | MeshConfig, cluster: Cluster) -> dict[str, int]:

@@ -565,17 +565,17 @@ def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: boo
     return bool(few) and keeps_blocks(dims, pieces) and keeps_blocks(pieces, dims)
 
 
-_ALL_LEVERS = "more devices, microbatches or rematerialisation"
-
-
-def does_not_fit(least: float, have: float, remat: Sequence[str] = ()) -> DoesNotFitError:
+def does_not_fit(
+    least: float, have: float, *, remats: Sequence[str] = (), any_microbatches: bool = False
+) -> DoesNotFitError:
     """Returns the error for layouts that all hold more bytes than a device has, also with each
-    rematerialisation that is named."""
-    tried = f" with any remat ({', '.join(remat)})" if remat else ""
-    more = "more devices or microbatches" if remat else _ALL_LEVERS
+    rematerialisation that is named, and with any number of microbatches."""
+    tried = f" with any remat ({', '.join(remats)})" if remats else ""
+    others = [] if any_microbatches else ["microbatches", "a smaller batch"]
+    others += [] if remats else ["rematerialisation"]
     return DoesNotFitError(
         f"no layout fits{tried}: a device needs at least {gib(least)} and has {gib(have)}.\n"
-        f"  Use {more}, or cut the batch.",
+        f"  Use {', '.join(['more devices', *others])} or an optimizer with less state.",
         int(least),
     )
 

@@ -135,7 +135,7 @@ class Search:
             f"{self.traced.module.name}, but {what}.\n  {fix}"
         )
 
-    def divisors(self, sizes: Mapping[str, int]) -> list[int]:
+    def microbatch_counts(self, sizes: Mapping[str, int]) -> list[int]:
         """Returns the possible numbers of microbatches, ascending."""
         rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
         if left:

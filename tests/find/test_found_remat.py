@@ -5,6 +5,7 @@ import functools
 import optax
 import pytest
 from flax import nnx
+from jax import numpy as jnp
 from unannotated_lm import LM, batch, loss, shapes
 
 import shardlib as sl
@@ -48,11 +49,12 @@ def memory(kept, share=0.7):
 def test_nothing_is_recomputed_or_traced_where_everything_fits(kept):
     traced = []
 
-    def full(rngs):
-        traced.append("full")
-        return Recomputed(rngs, **SIZES)
+    class Full(Recomputed):
+        def __call__(self, tokens):
+            traced.append("full")
+            return super().__call__(tokens)
 
-    found = find({"none": MAKES["none"], "full": full})
+    found = find({"none": MAKES["none"], "full": functools.partial(Full, **SIZES)})
     assert (found.remat, found.microbatches, traced) == ("none", 1, [])
     assert found.rules == kept.rules
     assert found.prices[0].seconds == kept.prices[0].seconds
@@ -93,10 +95,28 @@ def test_an_error_names_what_was_tried(kept):
         find(microbatches=1, memory_bytes=memory(kept, 0.15))
 
 
-def test_wrong_makes(kept):
-    narrow = functools.partial(Recomputed, **SIZES | {"dim": 512})
-    with pytest.raises(ModelError, match=r"remat none and full differ: blocks/0/.*\n  Let each"):
-        find({"none": MAKES["none"], "full": narrow}, microbatches=1, memory_bytes=memory(kept))
+class Small(nnx.Module):
+    def __init__(self, rngs, width=4, dtype=jnp.float32, value=nnx.Param, count=nnx.BatchStat):
+        self.kernel = value(jnp.zeros((4, width), dtype))
+        self.count = count(jnp.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("other", "path"),
+    [
+        ({"width": 8}, "kernel"),
+        ({"dtype": jnp.bfloat16}, "kernel"),
+        ({"value": nnx.Variable}, "kernel"),
+        ({"count": nnx.Param}, "count"),
+    ],
+)
+def test_models_with_another_state_are_refused_before_any_is_traced(other, path):
+    makes = {"none": Small, "dots": Small, "full": functools.partial(Small, **other)}
+    with pytest.raises(ModelError, match=rf"of remat none:\n    full: {path}\n  Let each"):
+        find(makes)
+
+
+def test_a_mapping_without_a_model_is_refused():
     with pytest.raises(ConfigError, match=r"without a model.*\n.*module factory"):
         find({})
 
