@@ -133,6 +133,13 @@ class FoundRules(Report):
         return self.questions.problem.objective.microbatches
 
     @property
+    def step_text(self) -> str:
+        """The mesh, microbatches and rematerialisation as text: `fsdp=8, 2 microbatches, remat
+        full`."""
+        parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return self.mesh_text + parts + ("" if self.remat is None else f", remat {self.remat}")
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step by the integer program, without the cost of rules."""
         return self.solution.seconds - self.solution.seconds_by_part["rules"]
@@ -189,11 +196,9 @@ class FoundRules(Report):
     def parts(self) -> Iterator[Any]:
         """Yields the lines and tables of the report."""
         solution = self.solution
-        parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        parts += "" if self.remat is None else f", remat {self.remat}"
         price = self.prices[0]
         yield (
-            f"rules found for {self.mesh_text}{parts} on {self.cluster}: "
+            f"rules found for {self.step_text} on {self.cluster}: "
             f"{duration(price.seconds)} a step by the cost model, "
             f"{size(price.memory_bytes)} of {size(self.capacity_bytes)} on a device"
         )

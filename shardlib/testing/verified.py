@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.cost.costs import RUNTIME_BYTES
-from shardlib.errors import PartitionError, ShardlibError
+from shardlib.errors import ConfigError, DoesNotFitError, PartitionError, ShardlibError
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.report.report import StepReport, report_on
@@ -39,12 +39,13 @@ class Small:
     """The same model at a size that the devices at hand can train.
 
     Attributes:
-        make: Module factory. Its parameters have the same paths.
+        make: Module factory, whose parameters have the same paths; where `verified_rules` has one
+            for each rematerialisation, a mapping with the same names.
         batch: A batch of host arrays for it.
         inputs: Example arguments of the module; for linen.
     """
 
-    make: MakeModel
+    make: MakeModel | Mapping[str, MakeModel]
     batch: PyTree
     inputs: PyTree = ()
 
@@ -104,11 +105,11 @@ class VerifiedRules(Report):
         yield Table("the compiled step", ("of one device", "predicted>", "compiled>"), rows)
         yield check.numbers or "the numbers are not proven: give `small`"
         rows = [
-            (one.found.mesh_text, one.refused, duration(one.seconds) if one.seconds else "")
+            (one.found.step_text, one.refused, duration(one.seconds) if one.seconds else "")
             for one in self.others
         ]
         if rows:
-            yield Table("rules that were tried before", ("mesh", "refused", "step>"), rows)
+            yield Table("rules that were tried before", ("rules for", "refused", "step>"), rows)
 
 
 def verified_rules(
@@ -136,7 +137,8 @@ def verified_rules(
         optimizer: Any optax transformation.
         on: The cluster, which need not be attached.
         small: The same model at a small size. Its training on virtual devices, of a mesh with the
-            same axes, is compared with one device, as `assert_equivalent` does.
+            same axes, is compared with one device, as `assert_equivalent` does. If `make` is a
+            mapping, the small model with the rematerialisation of the rules is trained.
         tries: The most answers to compile.
         options: More arguments of `find_rules`.
 
@@ -144,7 +146,9 @@ def verified_rules(
         PartitionError: If all answers are refused; it says why.
         MissingExtraError: If the compiler of the cluster's platform is not installed.
         DoesNotFitError: If no layout fits into the devices.
+        ConfigError: If `small` lacks a rematerialisation of `make`, or has others.
     """
+    _check_small(make, small)
     cluster = of_one_kind(on)
     asked = {"loss": loss, "batch": batch, "optimizer": optimizer, "on": cluster, **options}
     verifier = _Verifier(make, asked, cluster, small)
@@ -157,9 +161,21 @@ def verified_rules(
         refused.append(check)
     raise PartitionError(
         "no rules could be verified:\n    "
-        + "\n    ".join(f"{check.found.mesh_text}: {check.refused}" for check in refused)
+        + "\n    ".join(f"{check.found.step_text}: {check.refused}" for check in refused)
         + "\n  Allow more tries, or write rules for this model."
     )
+
+
+def _check_small(make: MakeModel | Mapping[str, MakeModel], small: Small | None) -> None:
+    """Raises `ConfigError` if small models have other rematerialisations than the models."""
+    wanted = list(by_remat(make))
+    given = wanted if small is None else list(by_remat(small.make))
+    if set(given) != set(wanted):
+        names = ", ".join(map(str, wanted))
+        raise ConfigError(
+            f"make of small has {', '.join(map(str, given))}, and make has {names}.\n"
+            f"  Give a small model for each rematerialisation of make: {names}."
+        )
 
 
 def _lessons(refused: list[Check], cluster: Cluster) -> dict[str, Any]:
@@ -189,7 +205,10 @@ class _Verifier:
         searched = self.asked.get("mesh") is None and check.found.mesh_text != alone
         if not searched or rows % parts:
             return VerifiedRules(check, tuple(refused))
-        other = self.check(find_rules(self.make, **{**self.asked, "mesh": alone}))
+        try:
+            other = self.check(find_rules(self.make, **{**self.asked, "mesh": alone}))
+        except (DoesNotFitError, PartitionError):
+            return VerifiedRules(check, tuple(refused))
         pair = [check, other]
         if not other.refused and other.seconds and check.seconds:
             pair.sort(key=lambda one: one.seconds or math.inf)
@@ -220,6 +239,7 @@ class _Verifier:
             by_remat(self.make)[found.remat],
             self.asked["optimizer"],
             inputs=inputs,
+            wrt=self.asked.get("wrt"),
             precision=precision,
             mesh=make_mesh(found.mesh_text, devices=devices_of(self.cluster)),
             rules=found.rules,
@@ -241,11 +261,12 @@ class _Verifier:
             largest = max(sizes, key=lambda axis: sizes[axis])
             sizes[largest] //= 2
         reference = Reference(
-            small.make,
+            by_remat(small.make)[check.found.remat],
             self.asked["loss"],
             small.batch,
             optimizer=self.asked["optimizer"],
             inputs=small.inputs,
+            wrt=self.asked.get("wrt"),
         )
         compared = reference.compare(sizes or {"data": 1}, rules=check.found.rules.at_other_sizes())
         refused = "its numbers differ from one device" if compared.deviations else ""

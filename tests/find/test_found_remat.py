@@ -90,6 +90,16 @@ def test_the_answer_is_the_best_of_all_programs():
     assert any(f"remat {best}: " in line for line in told)
 
 
+@pytest.mark.mesh
+def test_an_answer_is_forbidden_for_its_program_alone(kept):
+    first = find(microbatches=1)
+    full = find(microbatches=1, memory_bytes=memory(kept))
+    assert (first.remat, full.remat) == ("none", "full")
+    assert find(microbatches=1, forbidden=[full]).rules == first.rules
+    other = find({"none": MAKES["none"]}, microbatches=1, forbidden=[first, full])
+    assert other.solution.layouts != first.solution.layouts
+
+
 def test_an_error_names_what_was_tried(kept):
     with pytest.raises(DoesNotFitError, match=r"any remat \(none, full\): .* at least .* has"):
         find(microbatches=1, memory_bytes=memory(kept, 0.15))

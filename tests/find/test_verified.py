@@ -1,11 +1,18 @@
 """Found rules are compiled and proven before they are given, and what fails is not found again."""
 
+import dataclasses
+import functools
+
 import optax
 import pytest
+from flax import nnx
 from unannotated_lm import LM, batch, loss, shapes
 
 import shardlib as sl
-from shardlib.errors import DoesNotFitError
+from shardlib.errors import ConfigError, DoesNotFitError, PartitionError
+from shardlib.explain.aot.compile import compile_step
+from shardlib.testing import verified
+from shardlib.testing.verified import Check, VerifiedRules
 
 OPTIONS = {
     "loss": loss,
@@ -23,11 +30,11 @@ def large(rngs):
 
 @pytest.mark.aot
 def test_predictions_and_the_compiled_step_are_told_side_by_side():
-    verified = sl.testing.verified_rules(large, **OPTIONS)
-    told, true = sum(verified.found.traffic.values()), sum(verified.check.traffic.values())
+    checked = sl.testing.verified_rules(large, **OPTIONS)
+    told, true = sum(checked.found.traffic.values()), sum(checked.check.traffic.values())
     assert 0.7 < told / true < 1.4
-    assert "equal to one device" in verified.check.numbers
-    text = str(verified)
+    assert "equal to one device" in checked.check.numbers
+    text = str(checked)
     for part in ("rules found for", "peak memory", "all-gather fsdp", "sent in all"):
         assert part in text
 
@@ -53,3 +60,87 @@ def test_a_device_may_have_less_memory():
     free = sl.find_rules(large, **options)
     with pytest.raises(DoesNotFitError):
         sl.find_rules(large, **options, memory_bytes=free.solution.memory_bytes / 10)
+
+
+class Recomputed(LM):
+    """Keeps the input of each layer alone."""
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return self.head(self.norm(x))
+
+
+def makes(layers=1, **sizes):
+    return {
+        name: functools.partial(cls, layers=layers, **sizes)
+        for name, cls in (("none", LM), ("full", Recomputed))
+    }
+
+
+@pytest.mark.aot
+def test_the_program_that_recomputes_is_proven_where_it_is_chosen(monkeypatch):
+    """Embeddings are not trained, in no program."""
+    made, trained = [], []
+
+    def compiled(step, arguments, **options):
+        trained.extend(arguments[0].params)
+        return compile_step(step, arguments, **options)
+
+    monkeypatch.setattr(verified, "compile_step", compiled)
+
+    class Small(Recomputed):
+        def __init__(self, rngs):
+            made.append("full")
+            super().__init__(rngs, layers=1)
+
+    small = sl.testing.Small({"none": LM, "full": Small}, batch(16))
+    wrt = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("tokens")))
+    options = OPTIONS | {"batch": shapes(512, 1024), "small": small, "microbatches": 1, "wrt": wrt}
+    checked = sl.testing.verified_rules(makes(layers=4, dim=1024, heads=8), **options)
+    assert checked.found.remat == "full"
+    assert made
+    assert set(trained) == {"blocks", "norm", "head"}
+    assert "equal to one device" in checked.check.numbers
+
+
+def test_small_models_are_given_for_each_rematerialisation():
+    for small in (LM, {"none": LM}, {"none": LM, "full": LM, "dots": LM}):
+        options = OPTIONS | {"small": sl.testing.Small(small, batch(16))}
+        with pytest.raises(ConfigError, match=r"small.*\n.*none, full"):
+            sl.testing.verified_rules(makes(), **options)
+
+
+@pytest.fixture(scope="module")
+def found():
+    options = {key: OPTIONS[key] for key in OPTIONS if key != "small"}
+    return sl.find_rules(lambda rngs: LM(rngs, layers=1), **options | {"mesh": "data=8"})
+
+
+def test_refused_answers_are_told_apart(found, monkeypatch):
+    answers = [dataclasses.replace(found, remat=remat) for remat in ("none", "full")]
+    checks = [Check(one, 0, {}, None, refused="no") for one in answers]
+    rows = str(VerifiedRules(Check(found, 0, {}, None), tuple(checks)))
+    assert "data=8, remat none" in rows
+    assert "data=8, remat full" in rows
+    left = list(checks)
+    monkeypatch.setattr(verified, "find_rules", lambda *_, **__: found)
+    monkeypatch.setattr(verified._Verifier, "check", lambda *_: left.pop(0))
+    with pytest.raises(PartitionError, match=r"remat none: no\n.*remat full: no\n"):
+        sl.testing.verified_rules(makes(), **OPTIONS | {"small": None, "tries": 2})
+
+
+@pytest.mark.parametrize(
+    "error", [DoesNotFitError("no layout fits", 1), PartitionError("no layout was found in time")]
+)
+def test_a_verified_answer_is_kept_where_fsdp_has_none(error, found, monkeypatch):
+    def find(*_, mesh=None, **__):
+        if mesh is not None:
+            raise error
+        return found
+
+    monkeypatch.setattr(verified, "find_rules", find)
+    monkeypatch.setattr(verified._Verifier, "check", lambda _, found: Check(found, 1, {}, 1.0))
+    options = {key: OPTIONS[key] for key in OPTIONS if key not in ("small", "mesh")}
+    assert sl.testing.verified_rules(large, **options).found is found
