@@ -31,11 +31,11 @@ def configclass(cls: type[T]) -> type[T]:
     Reading text (`shardlib.config.load`) is strict: unknown keys are faults, and the type of each
     field decides the meaning of a scalar. The string below a field is its description in `--help`
     and in the JSON schema. `__post_init__` raises `ValueError` for faults between fields. Each
-    fault takes a line; its further lines are indented. A fault that begins with the name of a key
-    is reported at the line of that key. A static method `faults_of_fields(values)` returns the
-    faults of single fields. It is also called if other fields are wrong, with the right ones.
-    A method `check_paths()` raises a `ShardlibError` for paths that do not exist; a config with
-    other faults reports these too.
+    fault takes a line; its further lines are indented. A fault that begins with the name of a key,
+    or of one in a section as in `a.b`, is reported at the line of that key. A static method
+    `faults_of_fields(values)` returns the faults of single fields. It is also called if other
+    fields are wrong, with the right ones. A method `check_paths()` raises a `ShardlibError` for
+    paths that do not exist; a config with other faults reports these too.
     """
     own = getattr(cls, "__post_init__", None)
 

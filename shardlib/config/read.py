@@ -204,12 +204,15 @@ class Reader:
             self.at_key(message, item, path)
 
     def at_key(self, message: str, item: Item, path: str) -> None:
-        """Reports a fault at the key that its message begins with, if any."""
+        """Reports a fault at the key that its message begins with, such as `a` or `a.b`, if any."""
         word = re.split(r"\W", message, maxsplit=1)[0]
-        if word in item.value:
-            self.fail(item.value[word], join(path, word), message.removeprefix(f"{word}: "))
-        else:
+        child, below = item.value.get(word), message.removeprefix(f"{word}.")
+        if child is None:
             self.fail(item, path, message)
+        elif below != message and isinstance(child.value, dict):
+            self.at_key(below, child, join(path, word))
+        else:
+            self.fail(child, join(path, word), message.removeprefix(f"{word}: "))
 
     def unknown(self, key: str, path: str, fields: typing.Iterable[str], chosen: str) -> str:
         message = f"unknown key of {chosen!r}." if chosen else "unknown key."

@@ -8,7 +8,7 @@
 - `offload:a,b` does the same, and keeps them in host memory; results of cuDNN stay on the device.
 - `full` keeps the inputs of each layer, which is recomputed as a whole.
 
-A config may say `auto`: the search of `rules: auto` then chooses a policy.
+In a config `model.remat` may be `auto`: the search of `rules: auto` then chooses a policy.
 
 The layers of a stack may have policies by range, with both ends included: `0-7:full,8-:dots`. Each
 range is compiled as a loop of its own. Only the number of recomputed layers matters: half of the
@@ -36,8 +36,6 @@ from shardlib.sharding.constrain import active
 from shardlib.sharding.host_memory import DEVICE, HOST, check_host_memory
 
 SIMPLE = ("none", "dots", "full")
-AUTO = "auto"
-"""In place of a policy, one that a run has yet to choose."""
 _SAVE, OFFLOAD = "save:", "offload:"
 ATTENDED = "attended"
 """Tag of what fused attention keeps for its backward pass: its output and the sums of its
@@ -71,7 +69,7 @@ def apply(
         ConfigError: If the policy is unknown, keeps a name without a tag, or has ranges.
         MeshError: If the policy offloads and the devices cannot reach their host's memory.
     """
-    faults = _undecided(policy) or check(policy, tags)
+    faults = check(policy, tags)
     if not faults and _has_ranges(policy):
         faults = [
             f"remat policy {policy!r} has ranges of layers, but applies to a single function.\n"
@@ -152,7 +150,7 @@ def runs(
     Raises:
         ConfigError: If `check` finds faults, or the slices have different policies.
     """
-    faults = _undecided(policy) or check(policy, tags, num_layers)
+    faults = check(policy, tags, num_layers)
     if faults:
         raise ConfigError("\n".join(faults))
     if not _has_ranges(policy):
@@ -207,12 +205,10 @@ def check(
     """Returns the faults of a policy as sentences; empty for a valid policy.
 
     Args:
-        policy: A policy, or ranges of layers with a policy each, or `auto`.
+        policy: A policy, or ranges of layers with a policy each.
         tags: The names that the model tags; None if unknown.
         num_layers: Layers of the model, to check ranges against; None if unknown.
     """
-    if policy == AUTO:
-        return []
     if not _has_ranges(policy):
         return _check_one(policy, tags)
     parts, faults = _parts(policy)
@@ -221,20 +217,16 @@ def check(
     return faults or _check_cover(policy, parts, num_layers)
 
 
-def _undecided(policy: str) -> list[str]:
-    if policy != AUTO:
-        return []
-    return [
-        "remat policy 'auto' is chosen by a run with rules: auto, and was not yet.\n"
-        "  Choose a policy, such as none, dots or full."
-    ]
-
-
 def _check_one(policy: str, tags: Iterable[str] | None) -> list[str]:
     prefix = next((p for p in (_SAVE, OFFLOAD) if policy.startswith(p)), None)
     if prefix is None:
         if policy in SIMPLE:
             return []
+        if policy == "auto":
+            return [
+                "remat policy 'auto' is only for model.remat of a config, with rules: auto.\n"
+                "  Choose a policy, such as none, dots or full."
+            ]
         hint = did_you_mean(policy, [*SIMPLE, _SAVE, OFFLOAD])
         return [
             f"remat policy {policy!r} is unknown.{hint}\n"

@@ -112,8 +112,7 @@ def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
             f"model {config.model.name!r} takes {takes}, but data.kind is {given}.\n"
             f"  Set data.kind{fix}, or choose another model."
         )
-    faults = chosen.faults(config.model, data)
-    if faults:
+    if faults := config.model_faults(data):
         raise ConfigError("\n".join(f"model: {fault}" for fault in faults))
     if chosen.couples_rows:
         _check_whole_batches(config)

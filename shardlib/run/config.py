@@ -159,7 +159,7 @@ class RunConfig:
             faults.append(f"rules: no rules are called {rules!r}.{near}\n  {known}")
         if getattr(values.get("model"), "remat", None) == AUTO and rules != AUTO:
             faults.append(
-                "model.remat is auto, which is chosen together with rules.\n"
+                "model.remat: auto is chosen together with rules.\n"
                 "  Set rules: auto, or choose a policy such as none, dots or full."
             )
         return faults
@@ -188,6 +188,15 @@ class RunConfig:
         except ValueError as error:
             raise ConfigError(f"model: {error}") from None
         return dataclasses.replace(self, model=model)
+
+    def model_faults(self, data: "DataSpec") -> list[str]:
+        """Returns the faults of the model with its data, if `none` stands for `model.remat: auto`.
+
+        Raises:
+            ConfigError: If the config of the model refuses `none`.
+        """
+        model = (self.with_remat("none") if self.remat == AUTO else self).model
+        return family(model.name).faults(model, data)
 
     @property
     def staged_layers(self) -> int | None:

@@ -190,7 +190,7 @@ def data_of(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
         DataError: If data that has to be read is missing or malformed.
     """
     spec, data = expected_spec(config), config.data
-    faults = family(config.model.name).faults(config.model, spec)
+    faults = config.model_faults(spec)
     tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
     if tokenizer is not None:
         return data.with_tokenizer(spec, tokenizer), tokenizer

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from typing import ClassVar, Literal
@@ -31,6 +32,7 @@ from shardlib.run.resolve_auto import resolve
 
 HERE = __name__
 H100 = parse_cluster("8xh100")
+CLIP = pathlib.Path(__file__).parents[2] / "configs/clip.yaml"
 
 
 @configclass
@@ -239,10 +241,16 @@ def test_a_plan_keeps_rows_together_that_depend_on_each_other(config):
 
 def test_a_policy_is_found_with_rules_alone(config):
     deep = f"model.name={HERE}:DEEP"
-    with pytest.raises(ConfigError, match=r"model\.remat is auto.*\n.*Set rules: auto"):
+    fault = r"line: model\.remat=auto: auto is chosen together with rules\.\n.*Set rules: auto"
+    with pytest.raises(ConfigError, match=fault):
         config(deep, "model.remat=auto", "rules=fsdp")
-    with pytest.raises(ConfigError, match=r"'auto' is chosen by a run.*\n.*such as none"):
+    fault = r"'auto' is only for model\.remat.*\n.*such as none"
+    with pytest.raises(ConfigError, match=fault):
         remat.apply("auto", jnp.sin)
+    for encoder in ("text", "image"):
+        clip = load(run.RunConfig, CLIP, [f"model.{encoder}.remat=auto"])
+        with pytest.raises(ConfigError, match=f"model: {encoder}: remat policy {fault}"):
+            resolve(dataclasses.replace(clip, mesh="fsdp=8", rules="auto"), H100)
 
 
 def test_adapters_and_what_they_adapt_get_rules(config):

@@ -358,10 +358,9 @@ def policies_of(config: RunConfig, data: DataSpec) -> tuple[str, ...]:
 
 def _takes(config: RunConfig, policy: str, data: DataSpec) -> bool:
     try:
-        model = config.with_remat(policy).model
+        return not config.with_remat(policy).model_faults(data)
     except ConfigError:
         return False
-    return not family(model.name).faults(model, data)
 
 
 def _software(config: RunConfig) -> Software:
