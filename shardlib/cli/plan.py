@@ -77,7 +77,11 @@ Verify = Annotated[
 ]
 Rules = Annotated[
     str | None,
-    typer.Option(metavar="auto", help="Also find rules for the config's model, on its best mesh."),
+    typer.Option(
+        metavar="auto",
+        help="Also find rules for the config's model, with the best mesh, model.remat and "
+        "train.microbatches in place of the given ones.",
+    ),
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of meshes to rank.")]
 

@@ -292,11 +292,13 @@ def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
 
 
 @pytest.mark.mesh
-def test_a_run_trains_and_resumes_with_one_table(config, tmp_path, capsys):
-    small = ("mesh=fsdp=8", "model.width=16", "data.size=8")
+def test_a_run_trains_and_resumes_with_one_table_and_policy(config, tmp_path, capsys):
+    deep = f"model.name={HERE}:DEEP", "model.remat=auto", "model.width=16"
+    small = ("mesh=fsdp=8", "data.size=8", *deep)
     run.train(config(*small))
     text = (tmp_path / "run/config.yaml").read_text()
     assert "found_for: fsdp=8" in text
+    assert "remat: 'none'" in text
     assert capsys.readouterr().err == "finding rules for fsdp=8 of 8xh100\n"
     resumed = run.train(config(*small, "train.steps=2"))
     assert (resumed.step, capsys.readouterr().err) == (2, "")
