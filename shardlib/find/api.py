@@ -56,8 +56,8 @@ def find_rules(
     `microbatches=found.microbatches`. Find them in one process: `seconds` may end searches apart.
 
     Args:
-        make: Module factory as for `init_state`, or a linen module. A mapping of names has one for
-            each rematerialisation, from the least to the most; `found.remat` names the best one.
+        make: Module factory as for `init_state`, or a linen module. A mapping has one for each
+            rematerialisation, from the least to the most (unchecked); `found.remat` is the best.
         loss: Loss as for `make_train_step`.
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.

@@ -113,6 +113,7 @@ class _OuterSearch:
         """Meshes of which a step had no answer in time."""
 
     def best(self, meshes: Iterable[dict[str, int]] | None) -> FoundRules:
+        """Returns the rules of the quickest step; see `best_rules`."""
         first = self._program(0)
         checked = map(first.checked, first.meshes() if meshes is None else meshes)
         counted = [_Mesh(sizes, first.microbatch_counts(sizes)) for sizes in checked]
