@@ -154,7 +154,7 @@ def verified_rules(
     verifier = _Verifier(make, asked, cluster, small)
     refused: list[Check] = []
     for _ in range(tries):
-        found = find_rules(make, **asked, **_lessons(refused, cluster))
+        found = find_rules(make, **asked | verifier.lessons(refused))
         check = verifier.check(found)
         if not check.refused:
             return verifier.against_fsdp(check, refused)
@@ -178,15 +178,6 @@ def _check_small(make: MakeModel | Mapping[str, MakeModel], small: Small | None)
         )
 
 
-def _lessons(refused: list[Check], cluster: Cluster) -> dict[str, Any]:
-    """Returns the arguments of `find_rules` that keep it from answers like the refused ones."""
-    capacity = capacity_bytes(cluster)
-    over = [check.peak_bytes / capacity for check in refused if check.peak_bytes > capacity]
-    memory = _MARGIN * capacity / math.prod(over) if over else None
-    forbidden = [check.found for check in refused if check.peak_bytes <= capacity]
-    return {"memory_bytes": memory, "forbidden": forbidden}
-
-
 @dataclasses.dataclass(frozen=True)
 class _Verifier:
     """Checks found rules of one model on one cluster."""
@@ -195,6 +186,22 @@ class _Verifier:
     asked: Mapping[str, Any]
     cluster: Cluster
     small: Small | None
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a device."""
+        return self.asked.get("memory_bytes") or capacity_bytes(self.cluster)
+
+    def lessons(self, refused: list[Check]) -> dict[str, Any]:
+        """Returns the arguments of `find_rules` that keep it from answers like the refused ones."""
+        capacity = self.capacity_bytes
+        over = [check.peak_bytes / capacity for check in refused if check.peak_bytes > capacity]
+        memory = _MARGIN * capacity / math.prod(over) if over else capacity
+        forbidden = [check.found for check in refused if check.peak_bytes <= capacity]
+        return {
+            "memory_bytes": memory,
+            "forbidden": [*self.asked.get("forbidden", ()), *forbidden],
+        }
 
     def against_fsdp(self, check: Check, refused: list[Check]) -> VerifiedRules:
         """Returns verified rules, or those for `fsdp` alone if they are quicker."""
@@ -222,7 +229,7 @@ class _Verifier:
             return Check(found, 0, {}, None, refused=str(error).splitlines()[0])
         peak = report.memory.peak_bytes + int(RUNTIME_BYTES[self.cluster.platform])
         check = Check(found, peak, _traffic(report), _seconds(report))
-        if check.peak_bytes > (capacity := capacity_bytes(self.cluster)):
+        if check.peak_bytes > (capacity := self.capacity_bytes):
             refused = f"a device holds {size(check.peak_bytes)} of {size(capacity)}"
             return dataclasses.replace(check, refused=refused)
         faults = sorted({f.code for f in report.findings if f.code in FAULTS})

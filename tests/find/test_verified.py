@@ -144,3 +144,22 @@ def test_a_verified_answer_is_kept_where_fsdp_has_none(error, found, monkeypatch
     monkeypatch.setattr(verified._Verifier, "check", lambda _, found: Check(found, 1, {}, 1.0))
     options = {key: OPTIONS[key] for key in OPTIONS if key not in ("small", "mesh")}
     assert sl.testing.verified_rules(large, **options).found is found
+
+
+def test_less_memory_and_forbidden_answers_reach_every_search(found, monkeypatch):
+    searches = []
+
+    def find(*_, **options):
+        searches.append((options["memory_bytes"], options["forbidden"]))
+        return found
+
+    def check(_, found):
+        return Check(found, len(searches) % 2 * 4_000, {}, None, refused="no")
+
+    monkeypatch.setattr(verified, "find_rules", find)
+    monkeypatch.setattr(verified._Verifier, "check", check)
+    asked = OPTIONS | {"small": None, "memory_bytes": 2_000, "forbidden": [found], "tries": 3}
+    with pytest.raises(PartitionError, match="no rules could be verified"):
+        sl.testing.verified_rules(large, **asked)
+    less = verified._MARGIN * 1_000
+    assert searches == [(2_000, [found]), (less, [found]), (less, [found, found])]
