@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
 
 from shardlib import run
-from shardlib.config import load
+from shardlib.config import configclass, load
 from shardlib.cost.transformer.flops import step_flops
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
@@ -25,6 +26,7 @@ from shardlib.run.plans.planning import (
 )
 from shardlib.run.reports.explaining import explain_compiled
 from shardlib.run.setup import make_scope
+from shardlib_models import transformer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = """
@@ -44,6 +46,15 @@ mesh: data=-1
 precision: bf16
 """
 EXPERTS = "model.moe={num_experts: 8, experts_per_token: 2, mlp_dim: 1024}"
+
+
+@configclass
+class OwnRematConfig(transformer.TransformerConfig):
+    name: str = f"{__name__}:OWN_REMAT"
+    remat: Literal["mine"] = "mine"
+
+
+OWN_REMAT = dataclasses.replace(transformer.FAMILY, config=OwnRematConfig, validate=None)
 
 
 @pytest.fixture
@@ -223,6 +234,11 @@ def test_what_the_config_says_is_what_is_priced(file):
     # The planner counts the parameters that the model has, but for norms.
     explained = run.explain(load(RunConfig, file, ["mesh=data=8"]), "cpu:8")
     assert job().model.num_params == explained.num_params() - (2 * 8 + 1) * 512
+
+
+def test_a_model_whose_remat_is_its_own_is_priced_without(file):
+    best = plan(load(RunConfig, file, [f"model.name={__name__}:OWN_REMAT"]), on="8xh100").best
+    assert best.choice.remat == "none"
 
 
 @pytest.mark.mesh

@@ -141,7 +141,7 @@ def workload_of(
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
         job,
-        policies=policies_of(config, spec),
+        policies=policies_of(config, spec) or ("none",),
         moments=(momentum,),
         loss_chunks=(1, 8) if hasattr(config.model, "loss_chunks") else (1,),
         dropout=getattr(config.model, "dropout", 0.0) > 0,
