@@ -300,11 +300,14 @@ class LayoutProblem(IntegerProgram):
 
     def _pins(self, tensor: TensorClass) -> dict[int, tuple[str, ...]]:
         """Returns the mesh axes of dims that are decided: of rows that meet in a tensor, as in
-        scores of all pairs, the first dim."""
+        scores of all pairs, the first dim. Dims that the model constrains to be whole stay free."""
         pins: dict[int, tuple[str, ...]] = {}
-        for dim, (axis, size) in enumerate(zip(tensor.axes, tensor.shape, strict=True)):
+        names = tensor.names or ("",) * len(tensor.shape)
+        for dim, (axis, size, name) in enumerate(
+            zip(tensor.axes, tensor.shape, names, strict=True)
+        ):
             pin = self.objective.pinned_axes.get(axis)
-            if pin is None or size % self.network.degree(pin):
+            if pin is None or name is None or size % self.network.degree(pin):
                 continue
             if not any(set(pin) & set(other) for other in pins.values()):
                 pins[dim] = pin

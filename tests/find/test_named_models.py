@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import shardlib as sl
 from shardlib.registry import DataSpec
@@ -57,3 +58,26 @@ def test_they_send_no_more_than_standard(mesh):
         return sum(c.folded_bytes for c in report.collectives)
 
     assert sent(find(mesh=mesh).rules) <= 1.02 * sent(sl.rules.STANDARD)
+
+
+def test_rows_that_a_loss_constrains_to_be_whole_are_whole():
+    """As the keys of a loss that compares all rows with each other."""
+
+    class Tower(nnx.Module):
+        def __init__(self, rngs):
+            kernel = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+            self.up = nnx.Linear(256, 256, kernel_init=kernel, rngs=rngs)
+
+        def __call__(self, x):
+            return sl.constrain(self.up(x), "batch", None)
+
+    def contrast(model, x):
+        rows = model(x)
+        scores = rows @ sl.constrain(rows, None, None).T
+        return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(x))).mean()
+
+    rows = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    found = sl.find_rules(
+        Tower, loss=contrast, batch=rows, optimizer=ADAM, on="8xh100", mesh="fsdp=4,tensor=2"
+    )
+    assert cuts(found.rules.activations)["batch"] == "fsdp"
