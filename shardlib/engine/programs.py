@@ -156,7 +156,7 @@ class EnginePrograms:
             with adapter_of_rows(arrays.adapters):
                 x, pages = decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
-            last = jnp.concatenate([slots, arrays.last_rows], axis=1)
+            last = constrain(jnp.concatenate([slots, arrays.last_rows], axis=1), "batch", None)
             hidden = jnp.take_along_axis(x, last[..., None], axis=1)
             logits = decoding.logits(model, hidden)
             # All rows, also of slots: few rows may be computed with other bits.
