@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.interpreters import batching
 
+from shardlib.errors import ModelError
 from shardlib.mesh import mesh_sizes
 from shardlib.sharding.constrain import Scope, active, plainly
 
@@ -126,3 +128,40 @@ _shared.multiple_results = True
 def _(*arrays: Any, what: Hashable, results: Any, linear: bool) -> list[Any]:
     del arrays, what, linear
     return [ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def _batched(
+    arrays: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    what: Hashable,
+    results: Any,
+    linear: bool,
+) -> tuple[list[jax.Array], list[int]]:
+    """Rows of all copies under `jax.vmap` are rows of one operation."""
+    mapped = [(x, dim) for x, dim in zip(arrays, dims, strict=True) if dim is not None]
+    if any(x.ndim == 2 for x, _ in mapped if x.dtype != jnp.int32):
+        raise ModelError(
+            "attention whose sinks differ between the copies of jax.vmap is not one operation.\n"
+            "  Let all copies share their sinks, or call the model for each copy in turn."
+        )
+    copies = mapped[0][0].shape[mapped[0][1]]
+
+    def merged(x: jax.Array, dim: int | None) -> jax.Array:
+        if dim is None and x.ndim == 1:
+            return x
+        each = jnp.broadcast_to(x, (copies, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        return each.reshape(-1, *each.shape[2:])
+
+    def apart(x: jax.Array) -> jax.Array:
+        if x.ndim == 1:
+            return jnp.broadcast_to(x, (copies, *x.shape))
+        return x.reshape(copies, -1, *x.shape[1:])
+
+    rows = [((copies * n[0], *n[1:]) if len(n) > 1 else n, dtype) for n, dtype in results]
+    given = map(merged, arrays, dims)
+    made = _shared.bind(*given, what=what, results=tuple(rows), linear=linear)
+    return [apart(x) for x in made], [0] * len(made)
+
+
+batching.primitive_batchers[_shared] = _batched

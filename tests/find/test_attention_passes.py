@@ -80,7 +80,7 @@ class Plain(LM):
 @pytest.mark.parametrize("policy", ["none", "full", "save:attended"])
 def test_a_program_that_shardlib_partitions_runs_it_as_often(policy):
     make = functools.partial(Plain, policy=policy)
-    with attention_as_one("gpu"):
+    with attention_as_one("gpu", "regions"):
         workload = trace_workload(
             make,
             optax.sgd(1e-3),
@@ -101,6 +101,6 @@ def test_a_compiled_function_of_the_user_is_met_in_each_search():
     function = jax.jit(lambda x: attend(x, x, x))
     x = jax.ShapeDtypeStruct((2, 128, 4, 16), jnp.bfloat16)
     for _ in range(2):
-        with attention_as_one("gpu"):
+        with attention_as_one("gpu", "regions"):
             jax.eval_shape(lambda x: function(x), x)
             assert attention_is_met()

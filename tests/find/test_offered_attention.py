@@ -43,7 +43,7 @@ def as_one(heads=4, kv_heads=4, length=4096, kv_length=None, **options):
         jax.ShapeDtypeStruct((2, positions, count, 16), jnp.bfloat16)
         for positions, count in ((length, heads), (kv_length or length, kv_heads))
     )
-    with attention_as_one("gpu", every=True):
+    with attention_as_one("gpu", "rows"):
         program = jax.make_jaxpr(lambda q, k: attend(q, k, k, **options))(query, key)
     (one,) = (e for e, _ in equations(program.jaxpr) if e.primitive.name == OPAQUE)
     return one.params["what"][0]

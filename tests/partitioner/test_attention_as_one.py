@@ -18,7 +18,7 @@ RULES = sl.rules.STANDARD
 def attention_step(mesh, query_dims, *, rules=RULES, kv_length=512, dtype=jnp.bfloat16):
     """Returns the step of attention on a mesh where query, keys and values have one layout."""
     query, key = (jax.ShapeDtypeStruct((4, length, 4, 16), dtype) for length in (512, kv_length))
-    with attention_as_one("gpu", every=True):
+    with attention_as_one("gpu", "rows"):
         traced = trace(lambda q, k: attend(q, k, k, causal=False), (query, key))
     devices = mesh.count("=") * 2
     with sl.use(abstract_mesh(mesh, devices), rules) as scope:
@@ -74,7 +74,7 @@ def test_the_gradient_of_attention_with_sinks_is_cut():
     def total(q, sinks):
         return jnp.sum(attend(q, q, q, sinks=sinks).astype(jnp.float32))
 
-    with attention_as_one("gpu", every=True):
+    with attention_as_one("gpu", "rows"):
         traced = trace(jax.grad(total, (0, 1)), (query, sinks))
     rows = ValueLayout((("fsdp",), (), (), ()))
     with sl.use(abstract_mesh("fsdp=2", 2), RULES) as scope:

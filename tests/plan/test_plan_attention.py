@@ -180,6 +180,37 @@ def test_a_policy_keeps_nothing_within_a_kernel():
     assert counted(jax.grad(loss), [row], "gpu").kept_bytes < 8 * row.size
 
 
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_copies_of_vmap_are_rows(platform):
+    row = jax.ShapeDtypeStruct((4, 2, 512, 4, 64), jnp.bfloat16)
+
+    def loss(attention, rows):
+        return jnp.sum(attention(rows, rows, rows).astype(jnp.float32))
+
+    def flat(*arrays):
+        return attend(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+
+    mapped, merged = (
+        counted(jax.grad(functools.partial(loss, how)), [row], platform).attended
+        for how in (jax.vmap(attend), flat)
+    )
+    assert mapped == merged
+    assert mapped
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])
+def test_blockwise_attention_has_no_kernel(platform):
+    """It may be differentiated twice, as in a run."""
+    row = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+
+    def loss(x):
+        return jnp.sum(attend(x, x, x, backend="blockwise").astype(jnp.float32))
+
+    costs = counted(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))), [row], platform)
+    assert costs.products
+    assert not costs.attended
+
+
 def test_one_kernel_may_follow_another():
     def loss(query, key, value):
         first = attend(query, key, value)

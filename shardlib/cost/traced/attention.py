@@ -39,8 +39,8 @@ def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Sha
     what = description(equation)
     shares_rows = what is None or what.shares_rows
     wanted = query[0], query[1] if shares_rows else (), query[2]
+    # Mesh axes of devices that share key-value heads.
     shared = () if key[2] == query[2] else query[2]
-    """Mesh axes of devices that share key-value heads."""
 
     def laid_out(at: int, rank: int) -> ValueSharding:
         if shared and at in _KEY_VALUES:

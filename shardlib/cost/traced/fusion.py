@@ -26,7 +26,7 @@ _FREE = frozenset(
     )
 )
 """Operations that are recomputed wherever their result is read instead of being written."""
-_COUNTED = PRODUCTS | LOOPS | COLLECTIVES.keys() | {OPAQUE}
+_COUNTED = PRODUCTS | LOOPS | COLLECTIVES.keys()
 """Operations whose bytes are counted elsewhere."""
 _SOLID = _COUNTED | frozenset(
     (
@@ -34,7 +34,7 @@ _SOLID = _COUNTED | frozenset(
         *("reduce_window", "reduce_window_max", "reduce_window_sum"),
         *("select_and_scatter_add", "select_and_gather_add", "custom_call", "pallas_call"),
         *("cholesky", "triangular_solve", "dynamic_update_slice", "concatenate"),
-        "random_bits",
+        *("random_bits", OPAQUE),
     )
 )
 """Operations that read and write their own arrays, whatever surrounds them."""

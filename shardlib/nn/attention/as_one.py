@@ -26,6 +26,7 @@ from shardlib.nn.remat import ATTENDED
 from shardlib.sharding.shared_rows import opaque
 
 T = TypeVar("T")
+Which = Literal["kernels", "regions", "rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RowAttention:
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
     platform: str | None
-    every: bool
+    which: Which
     number: int
     met: list[bool] = dataclasses.field(default_factory=list)
     """For each attention that was traced, whether it is one operation."""
@@ -105,19 +106,20 @@ _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("as_one
 
 
 @contextlib.contextmanager
-def attention_as_one(platform: str | None, *, every: bool = False) -> Iterator[None]:
-    """Traces attention as one operation, which cannot run: that for which a platform has a kernel
-    and, for a mesh with devices along `context`, `every` attention of rows to themselves. Within
-    another such context it changes nothing.
+def attention_as_one(platform: str | None, which: Which = "kernels") -> Iterator[None]:
+    """Traces attention as one operation, which cannot run. Within another such context it changes
+    nothing.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`; None for that of the active mesh or of this machine.
-        every: See above.
+        which: Attention that is one operation: by the kernels of the platform; or in `regions`, all
+            by a kernel or blockwise; or also that of `rows` to themselves, which devices along
+            `context` may share.
     """
     if _wanted.get() is not None:
         yield
         return
-    wanted = _Wanted(platform, every, next(_numbers))
+    wanted = _Wanted(platform, which, next(_numbers))
     token = _wanted.set(wanted)
     try:
         # JAX keeps functions that it has traced apart by this metadata: none of them may run, and
@@ -136,7 +138,7 @@ def traced_alike(fn: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(fn)
     def traced(*arguments: Any) -> T:
-        with attention_as_one(wanted.platform, every=wanted.every):
+        with attention_as_one(wanted.platform, wanted.which):
             return fn(*arguments)
 
     return traced
@@ -190,7 +192,9 @@ def as_one(
         platform=wanted.platform,
     )
     is_row = query.shape[1] == key.shape[1]
-    is_one = resolved.backend != "xla" or (is_row and wanted.every)
+    by_hand = resolved.backend in BY_HAND
+    in_region = wanted.which != "kernels" and resolved.backend != "xla"
+    is_one = by_hand or in_region or (is_row and wanted.which == "rows")
     wanted.met.append(is_one)
     if not is_one:
         return None
@@ -199,7 +203,6 @@ def as_one(
     result = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[-1]), value.dtype)
     kernel = kernel_for(resolved.backend, mask, query, key)
     lengths = key.shape[1], query.shape[2], key.shape[2]
-    by_hand = resolved.backend in BY_HAND
     what = RowAttention(mask, method, backend, order, *lengths, kernel, by_hand)
     # The gradient of a kernel takes its result: without it the kernel runs again.
     return opaque(what, (query, key, value, *segments, sinks), result, tag=ATTENDED)

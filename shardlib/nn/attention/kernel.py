@@ -13,7 +13,7 @@ _CUDNN_BLOCK = 128
 
 
 class Kernel(NamedTuple):
-    """An attention kernel. The mask that packed documents need on GPUs is not counted."""
+    """An attention kernel, without the mask that packed documents need on GPUs."""
 
     share: float
     """Share of all pairs that it computes."""
