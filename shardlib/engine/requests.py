@@ -147,7 +147,8 @@ def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> 
 def is_number(value: Any, least: float, most: float) -> bool:
     """Returns whether a value is a real number within limits, of Python or of NumPy."""
     kinds = int | float | np.integer | np.floating
-    return isinstance(value, kinds) and not isinstance(value, bool) and bool(least <= value <= most)
+    is_other = isinstance(value, bool | np.timedelta64)
+    return isinstance(value, kinds) and not is_other and bool(least <= value <= most)
 
 
 def _boolean(value: Any) -> tuple[str, bool]:

@@ -297,7 +297,7 @@ def _parquet_rows(source: Path) -> Iterator[dict[str, Any]]:
         for batch in parquet.ParquetFile(source, page_checksum_verification=True).iter_batches():
             yield from batch.to_pylist()
     # Damage shows at any page, and in texts that are not UTF-8 as a ValueError.
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"{source} cannot be read: {why}.\n  Write the file again.") from None
 

@@ -246,6 +246,7 @@ OF_OTHER_TYPES = [
     # NumPy compares complex numbers by their real parts first.
     {"temperature": np.complex64(1 + 2j)},
     {"timeout_seconds": np.complex64(1)},
+    {"timeout_seconds": np.timedelta64(1)},
     {"ignore_end": "no"},
     {"prompt_logprobs": 1},
     {"stop": {"a": 1}},
