@@ -38,9 +38,6 @@ class ClipTextConfig(EncoderFields):
     """Nonlinearity of the MLP."""
     norm_eps: float = 1e-5
     """Value added to the variance in a LayerNorm."""
-    remat: str = "none"
-    """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
-    layers."""
 
 
 @configclass
@@ -53,9 +50,6 @@ class ClipImageConfig(PatchFields):
     """Nonlinearity of the MLP."""
     norm_eps: float = 1e-5
     """Value added to the variance in a LayerNorm."""
-    remat: str = "none"
-    """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
-    layers."""
 
 
 @configclass

@@ -54,7 +54,7 @@ class EncoderFields:
     """Implementation of attention."""
     remat: str = "none"
     """Values kept for the backward pass: none, dots, full, save:NAME,NAME, or these by ranges of
-    layers. auto chooses one for all layers, with rules: auto."""
+    layers. model.remat may be auto, with rules: auto."""
     remat_tags: ClassVar = TAGS
 
     @property

@@ -22,7 +22,7 @@ from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware import Cluster, of_one_kind
 from shardlib.mesh import MeshConfig, abstract_mesh, mesh_sizes
-from shardlib.nn.attention.as_one import Which, attention_as_one, traced_alike
+from shardlib.nn.attention.as_one import AsOne, attention_as_one, traced_alike
 from shardlib.optim.transforms import check_transformation
 from shardlib.paths import named_leaves
 from shardlib.plan.search import capacity_bytes
@@ -87,7 +87,7 @@ def find_rules(
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
     sizes = _sizes(mesh, cluster) if mesh else None
     step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster)
-    attention: Which = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
+    attention: AsOne = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
     request = _Request(step, attention, microbatches, capacity, tuple(forbidden))
     return best_rules(request.programs(by_remat(make)), [sizes] if sizes else None, seconds, notify)
 
@@ -186,7 +186,7 @@ class _Request:
     """A training step, and what is asked of its rules."""
 
     step: _Step
-    attention: Which
+    attention: AsOne
     """Attention that is one operation."""
     microbatches: int | None
     capacity_bytes: float

@@ -86,7 +86,7 @@ def num_changes(have: Dims, want: Dims) -> int:
     return sum(at.get(axis) != to.get(axis) for axis in {*at, *to})
 
 
-@functools.lru_cache(maxsize=2**18)
+@functools.lru_cache(maxsize=2**14)
 def is_nested(have: Dims, want: Dims) -> bool:
     """Returns whether one layout only adds axes to the other."""
     pairs = [(set(a), set(b)) for a, b in zip(have, want, strict=True)]

@@ -108,7 +108,7 @@ class _OuterSearch:
         self._fitting: dict[_Task, FoundRules] = {}
         """The answers that fit, by the cost model of traced programs if there are many meshes."""
         self._needed_bytes: list[float] = []
-        """What a device needs for each step that does not fit."""
+        """Bytes of a device for each step that does not fit."""
         self._late: dict[int, PartitionError] = {}
         """Meshes of which a step had no answer in time."""
 

@@ -559,7 +559,7 @@ class LayoutProblem(IntegerProgram):
         return tuple(cut + further.get(dim, ()) for dim, cut in enumerate(dims))
 
 
-@functools.lru_cache(maxsize=2**18)
+@functools.lru_cache(maxsize=2**14)
 def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: bool) -> bool:
     """Returns whether a move is one that a program makes: few axes change, in whole blocks."""
     limit = _MAX_CHANGES["param" if is_param else "activation"]

@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardlib.data.records import json_lines
 from shardlib.engine import Completion, EngineStats, Request, Sampling
 from shardlib.engine.arguments import Prompt
 from shardlib.errors import DataError, ModelError, ShardlibError, require
@@ -253,27 +254,13 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_lines(source), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"line {number} of {source} is not JSON: {error}.\n  Repair the line."
-            ) from None
-        if not isinstance(row, dict):
-            raise DataError(f"line {number} of {source} is not an object.\n  Repair the line.")
-        yield f"line {number} of {source}", row
-
-
-def _lines(source: Path) -> Iterator[bytes]:
     try:
-        with source.open("rb") as file:
-            yield from file
+        for number, row in enumerate(json_lines(source, "one request"), 1):
+            if row is not None:
+                yield f"line {number} of {source}", row
     except OSError as error:
         raise DataError(
-            f"{source} cannot be read: {error.strerror}.\n  Name a file that you may read."
+            f"{source} cannot be read: {error.strerror or error}.\n  Name a file that you may read."
         ) from None
 
 

@@ -140,7 +140,7 @@ def _batched(
 ) -> tuple[list[jax.Array], list[int]]:
     """Rows of all copies under `jax.vmap` are rows of one operation."""
     mapped = [(x, dim) for x, dim in zip(arrays, dims, strict=True) if dim is not None]
-    if any(x.ndim == 2 for x, _ in mapped if x.dtype != jnp.int32):
+    if any(x.ndim == 2 for x, _ in mapped):
         raise ModelError(
             "attention whose sinks differ between the copies of jax.vmap is not one operation.\n"
             "  Let all copies share their sinks, or call the model for each copy in turn."

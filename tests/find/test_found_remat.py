@@ -6,21 +6,10 @@ import optax
 import pytest
 from flax import nnx
 from jax import numpy as jnp
-from unannotated_lm import LM, batch, loss, shapes
+from unannotated_lm import LM, Recomputed, batch, loss, shapes
 
 import shardlib as sl
 from shardlib.errors import ConfigError, DoesNotFitError, ModelError
-
-
-class Recomputed(LM):
-    """Keeps the input of each layer alone."""
-
-    def __call__(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = nnx.remat(lambda block, x: block(x))(block, x)
-        return self.head(self.norm(x))
-
 
 SIZES = {"layers": 4, "dim": 1024, "heads": 8}
 MAKES = {

@@ -17,7 +17,7 @@ CAPACITY = 10.0
 
 @dataclasses.dataclass
 class Step:
-    """What a step costs by the traced program, and by that of a device if it differs."""
+    """Prices of a step: of the traced program, and of that of a device if it differs."""
 
     seconds: float
     held: float

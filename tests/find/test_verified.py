@@ -6,7 +6,7 @@ import functools
 import optax
 import pytest
 from flax import nnx
-from unannotated_lm import LM, batch, loss, shapes
+from unannotated_lm import LM, Recomputed, batch, loss, shapes
 
 import shardlib as sl
 from shardlib.errors import ConfigError, DoesNotFitError, PartitionError
@@ -60,16 +60,6 @@ def test_a_device_may_have_less_memory():
     free = sl.find_rules(large, **options)
     with pytest.raises(DoesNotFitError):
         sl.find_rules(large, **options, memory_bytes=free.solution.memory_bytes / 10)
-
-
-class Recomputed(LM):
-    """Keeps the input of each layer alone."""
-
-    def __call__(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = nnx.remat(lambda block, x: block(x))(block, x)
-        return self.head(self.norm(x))
 
 
 def makes(layers=1, **sizes):

@@ -52,6 +52,16 @@ class LM(nnx.Module):
         return self.head(self.norm(x))
 
 
+class Recomputed(LM):
+    """Keeps the input of each layer alone."""
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return self.head(self.norm(x))
+
+
 def loss(model, batch):
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes.
         logits = model(batch["tokens"]).astype(jnp.float32)

@@ -12,6 +12,7 @@ import shardlib as sl
 from shardlib.cost.traced.costs import Walk
 from shardlib.cost.traced.layout import replicated
 from shardlib.cost.transformer.flops import step_flops
+from shardlib.errors import ModelError
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention import attend
@@ -196,6 +197,22 @@ def test_copies_of_vmap_are_rows(platform):
     )
     assert mapped == merged
     assert mapped
+
+
+def test_copies_of_vmap_share_their_sinks():
+    row, sinks = (jax.ShapeDtypeStruct(n, jnp.bfloat16) for n in ((3, 2, 512, 4, 64), (3, 4)))
+
+    def loss(rows, sinks, which):
+        def one(x, sinks):
+            with attention_as_one("gpu", "rows"):
+                return attend(x, x, x, sinks=sinks).astype(jnp.float32)
+
+        return jnp.sum(jax.vmap(one, (0, which))(rows, sinks if which == 0 else sinks[0]))
+
+    gradients = jax.eval_shape(lambda *a: jax.grad(loss, (0, 1))(*a, None), row, sinks)
+    assert [one.shape for one in gradients] == [row.shape, sinks.shape]
+    with pytest.raises(ModelError, match=r"sinks differ.*\n.*share"):
+        jax.eval_shape(lambda *a: loss(*a, 0), row, sinks)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "cpu"])

@@ -130,7 +130,7 @@ def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
         answer_batch(source, out, engine, SPEAKER)
     for text in ("{\n", '{"a":' * 100_000):
         (tmp_path / "in.jsonl").write_text(text)
-        with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
+        with pytest.raises(DataError, match=r"in\.jsonl:1: not JSON"):
             answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
 
 

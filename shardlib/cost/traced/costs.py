@@ -8,7 +8,6 @@ Peak      Bytes of written values alive at the same time, in program order.
 """
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +35,6 @@ _EXPONENTIALS = frozenset(
 
 
 _PASSES: tuple[Pass, ...] = ("forward", "backward", "recompute")
-
-
-@functools.lru_cache(maxsize=4096)
-def _pass(stack: str) -> Pass:
-    return pass_of(stack, "forward")
 
 
 @dataclasses.dataclass
@@ -193,7 +187,7 @@ class _Run:
     ):
         self.walk, self.program, self.stack = walk, program, stack
         self.costs = Tally()
-        self.during: Pass = _pass(stack)
+        self.during: Pass = pass_of(stack, "forward")
         self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
         self.env: dict[Any, ValueSharding] = dict(zip(program.invars, shardings, strict=True))
         self.of_kernels: set[Any] = set()
@@ -208,7 +202,7 @@ class _Run:
         live = Live(self.program, groups, set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
-            self.during = _pass(stack)
+            self.during = pass_of(stack, "forward")
             inside = self._operation(index, operation, stack)
             live.step(index, self._held_at_once, inside, self._copies(operation))
         self._fused()
@@ -366,7 +360,7 @@ class _Run:
         made: set[Any] = set()
         kept: set[Any] = set()
         for group in fusion(self.program, self.walk.platform):
-            during = _pass(f"{self.stack}/{group.stack}")
+            during = pass_of(f"{self.stack}/{group.stack}", "forward")
             if during == "forward":
                 made.update(group.writes)
             else:

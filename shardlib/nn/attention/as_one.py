@@ -26,7 +26,7 @@ from shardlib.nn.remat import ATTENDED
 from shardlib.sharding.shared_rows import opaque
 
 T = TypeVar("T")
-Which = Literal["kernels", "regions", "rows"]
+AsOne = Literal["kernels", "regions", "rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RowAttention:
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
     platform: str | None
-    which: Which
+    which: AsOne
     number: int
     met: list[bool] = dataclasses.field(default_factory=list)
     """For each attention that was traced, whether it is one operation."""
@@ -106,7 +106,7 @@ _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("as_one
 
 
 @contextlib.contextmanager
-def attention_as_one(platform: str | None, which: Which = "kernels") -> Iterator[None]:
+def attention_as_one(platform: str | None, which: AsOne = "kernels") -> Iterator[None]:
     """Traces attention as one operation, which cannot run. Within another such context it changes
     nothing.
 
