@@ -1,8 +1,9 @@
 """An integer program, solved by HiGHS."""
 
+import array
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import numpy as np
@@ -31,7 +32,10 @@ class IntegerProgram:
         self.costs: list[float] = []
         self.parts: list[Part] = []
         self._whole: list[bool] = []
-        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        # The matrix by rows. Pairs in lists would be a million objects for the garbage collector.
+        self._columns, self._factors = array.array("i"), array.array("d")
+        self._ends = array.array("i", [0])
+        self._lower, self._upper = array.array("d"), array.array("d")
 
     def variable(self, cost: float, part: Part, *, whole: bool = False) -> int:
         """Adds a variable and returns its column; `whole` variables are 0 or 1."""
@@ -40,9 +44,14 @@ class IntegerProgram:
         self._whole.append(whole)
         return len(self.costs) - 1
 
-    def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
         """Bounds a sum of columns with factors."""
-        self._rows.append((terms, lower, upper))
+        for column, factor in terms:
+            self._columns.append(column)
+            self._factors.append(factor)
+        self._ends.append(len(self._columns))
+        self._lower.append(lower)
+        self._upper.append(upper)
 
     def solve(
         self, seconds: float, ones: Collection[int] = (), zeros: Collection[int] = ()
@@ -52,10 +61,9 @@ class IntegerProgram:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
-        entries = [(i, col, v) for i, (terms, *_) in enumerate(self._rows) for col, v in terms]
-        at, cols, values = (np.array(part) for part in zip(*entries, strict=True))
-        matrix = csr_matrix((values, (at, cols)), shape=(len(self._rows), len(self.costs)))
-        lower, upper = (np.array([row[i] for row in self._rows]) for i in (1, 2))
+        parts = [np.array(part) for part in (self._factors, self._columns, self._ends)]
+        matrix = csr_matrix(tuple(parts), shape=(len(self._lower), len(self.costs)))
+        lower, upper = np.array(self._lower), np.array(self._upper)
         # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
         scale = 1e3 / max(max(self.costs), 1e-12)
         columns = np.arange(len(self.costs))
