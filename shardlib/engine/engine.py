@@ -89,7 +89,8 @@ class Engine:
             compute so many more rows of logits for each.
         deterministic: Whether the bits of an answer depend on its request alone, and not on other
             requests, the prefix cache, `chunk`, preemption, `overlap` or `speculate`. Tested with
-            float32 parameters of width 64 or more on a CPU. Steps then have 64 rows or more.
+            float32 parameters of width 64 or more on a CPU. Steps then have 64 rows or more, and
+            attention reads the keys of each row apart.
         weights: `int8` for kernels of layers in 8 bits with a scale for each output, widened where
             they are read; None for weights as they are.
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None

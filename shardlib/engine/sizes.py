@@ -64,6 +64,11 @@ class EngineSizes:
     encoder_shapes: tuple[EncoderShape, ...] = ()
 
     @property
+    def deterministic(self) -> bool:
+        """Whether the bits of a row do not depend on the rows beside it."""
+        return self.least_drawn > 0
+
+    @property
     def draws_a_lane(self) -> int:
         """Tokens that a lane draws at most."""
         return self.num_guesses + 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.nn.attention import Pages, Rows, attend_pages, empty_pages
+from shardlib.nn.attention import Pages, Rows, attend_pages, empty_pages, rows_apart
 from shardlib.nn.attention.mask import Mask
 
 LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 16, 8, 16
@@ -76,7 +76,7 @@ def in_int8(cache, kv_heads):
     return values.reshape(cache.shape), of_heads, (values * scales).reshape(cache.shape)
 
 
-def attended(steps, layer, options, together):
+def attended(steps, layer, options, reading):
     """Returns the attention [groups, rows, heads, value_dim] of the steps of groups, and pages."""
     query, key, value, rows = jax.tree.map(lambda *x: np.stack(x), *(s.arrays for s in steps))
     pages = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *(step.before for step in steps))
@@ -89,7 +89,7 @@ def attended(steps, layer, options, together):
             jnp.int32(layer),
             arrays[4],
             mask,
-            together=together,
+            reading=reading,
             **given,
         )
     )(query, key, value, pages, rows)
@@ -126,7 +126,7 @@ def expected(query, pages, layer, positions, tables, *, window=None, softcap=Non
     return out
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
 @pytest.mark.parametrize(
     ("layer", "options"),
     [
@@ -136,27 +136,42 @@ def expected(query, pages, layer, positions, tables, *, window=None, softcap=Non
     ],
     ids=["plain", "window", "sinks"],
 )
-def test_rows_see_the_keys_of_their_sequence(steps, layer, options, together):
-    found, pages = attended(steps[:1], layer, options, together)
+def test_rows_see_the_keys_of_their_sequence(steps, layer, options, reading):
+    found, pages = attended(steps[:1], layer, options, reading)
     check(found, pages, steps[:1], layer, options)
 
 
+def test_a_cpu_reads_rows_apart_where_it_is_told_to(steps):
+    """A row of a slot then has the bits of the same row in a lane."""
+    (step,) = steps[:1]
+    query, key, value, rows = step.arrays
+    table, lane = rows.lanes[-1:], np.arange(-WIDTH, 0)
+    twice = np.concatenate([lane, lane])
+    both = Rows(rows.positions[twice], rows.pages[twice], np.repeat(table, WIDTH, axis=0), table)
+    step = step._replace(arrays=(*(x[twice] for x in (query, key, value)), both))
+    with rows_apart():
+        found, _ = attended([step], 0, {}, None)
+    np.testing.assert_array_equal(found[0, :WIDTH], found[0, WIDTH:])
+    found, _ = attended([step], 0, {}, None)
+    assert not np.array_equal(found[0, :WIDTH], found[0, WIDTH:])
+
+
 @pytest.mark.rest("mesh")
-@pytest.mark.parametrize("together", [False, True])
-def test_groups_have_pages_of_their_own(steps, together):
+@pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
+def test_groups_have_pages_of_their_own(steps, reading):
     with sl.use(sl.make_mesh("data=2,tensor=2", devices=jax.devices()[:4]), sl.rules.STANDARD):
-        found, pages = attended(steps, 1, {"window": 200}, together)
+        found, pages = attended(steps, 1, {"window": 200}, reading)
     check(found, pages, steps, 1, {"window": 200})
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_keys_and_values_in_8_bits(steps, together):
+@pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
+def test_keys_and_values_in_8_bits(steps, reading):
     """Rows see what int8 and scales stand for, also of the keys that they write themselves."""
     (step,) = steps[:1]
     kept = [in_int8(cache, KV_HEADS) for cache in step.before]
     before = (*(one[0] for one in kept), *(one[1] for one in kept))
     after = tuple(in_int8(cache, KV_HEADS)[2] for cache in step.after)
-    found, pages = attended([step._replace(before=before)], 1, {"window": 100}, together)
+    found, pages = attended([step._replace(before=before)], 1, {"window": 100}, reading)
     check(found, (), [step._replace(after=after)], 1, {"window": 100})
     for number, cache in enumerate(step.after):
         values, scales, _ = in_int8(cache, KV_HEADS)
@@ -166,8 +181,8 @@ def test_keys_and_values_in_8_bits(steps, together):
 
 @pytest.mark.rest("mesh")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-@pytest.mark.parametrize("together", [False, True])
-def test_a_loop_over_layers_updates_its_pages_in_place(together, dtype):
+@pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
+def test_a_loop_over_layers_updates_its_pages_in_place(reading, dtype):
     layers, pages = 4, 2048
     cache = empty_pages(layers, 1, pages, PAGE, KV_HEADS, (DIM, VALUE_DIM), dtype)
     count = SLOTS + LANES * WIDTH
@@ -182,7 +197,7 @@ def test_a_loop_over_layers_updates_its_pages_in_place(together, dtype):
         def layer(carry, number):
             total, pages = carry
             y, pages = attend_pages(
-                query, key, value, pages, number, rows, Mask(None, None), together=together
+                query, key, value, pages, number, rows, Mask(None, None), reading=reading
             )
             return (total + jnp.sum(y), pages), None
 

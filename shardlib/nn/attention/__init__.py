@@ -12,6 +12,7 @@ from shardlib.nn.attention.paged import Pages as Pages
 from shardlib.nn.attention.paged import Rows as Rows
 from shardlib.nn.attention.paged import attend_pages as attend_pages
 from shardlib.nn.attention.paged import empty_pages as empty_pages
+from shardlib.nn.attention.paged import rows_apart as rows_apart
 from shardlib.nn.attention.paged import write_texts as write_texts
 from shardlib.nn.attention.plan import ContextMethod as ContextMethod
 from shardlib.nn.attention.plan import ContextPlan as ContextPlan

@@ -1,25 +1,27 @@
 """Attention of single positions to the pages of one group.
 
 Each row reads its keys in blocks of fixed size, one after the other, as many as its position needs,
-and a block that it does not see leaves its sums as they are. CPUs read one row after the other, so
-that the result of a row has the same bits in any company; GPUs and TPUs read a block of all rows at
-once.
+and a block that it does not see leaves its sums as they are. Which rows read a block together is a
+`Reading`.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.nn.attention.mask import Mask
 
-_BLOCK = 128
-"""Keys of a row that CPUs read at once, at least one page."""
-_BLOCK_TOGETHER = 512
-"""Keys of each row that GPUs and TPUs read at once."""
+Reading = Literal["rows", "lanes", "all"]
+"""The rows that read a block together: none, so that the result of a row has the same bits in any
+company; those of a lane; or all, as GPUs and TPUs do."""
+_BLOCKS: dict[Reading, tuple[int, int]] = {"rows": (128, 128), "lanes": (16, 64), "all": (512, 512)}
+"""Keys of a block, at least one page, of the row of a slot and the rows of a lane. They are equal
+for rows that are read apart, whose bits would else depend on where they stand. A row of a slot
+reads few keys beyond its position where its blocks are small."""
 # Finite: of a row that has seen nothing, exp(start - start) is 1.
 _START = -1e30
 
@@ -92,7 +94,7 @@ def attend_group(
     *,
     window: jax.Array | int | None,
     sinks: jax.Array | None,
-    together: bool,
+    reading: Reading,
     firsts: jax.Array | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
@@ -103,12 +105,13 @@ def attend_group(
     group, value_dim = heads // kv_heads, pages.value.shape[-1] // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
-    if together:
+    if reading == "all":
         # Products of 16 bits; their sums are float32.
         query = query.astype(dtype)
     if bias is not None:
         bias = bias.astype(jnp.float32).reshape(kv_heads, group, -1)
-    reader = _BlockReader(pages, kv_heads, layer, mask, window, together, dtype, bias)
+    of_row, of_lane = (max(keys // pages.page_size, 1) for keys in _BLOCKS[reading])
+    reader = _BlockReader(pages, of_row, kv_heads, layer, mask, window, reading, dtype, bias)
     start = _Sums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
@@ -121,6 +124,7 @@ def attend_group(
     )
     sums = reader.of_slots(query[:slots], of_slots, tables, start)
     if lanes.shape[0]:
+        reader = reader._replace(pages_a_block=of_lane)
         of_lanes = reader.of_lanes(query[slots:], of_lanes, lanes, start)
         sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
     return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(dtype)
@@ -145,29 +149,21 @@ class _BlockReader(NamedTuple):
     """Keys and values of one layer, read in blocks."""
 
     pages: GroupPages
+    pages_a_block: int
     kv_heads: int
     layer: int | jax.Array
     mask: Mask
     window: jax.Array | int | None
-    together: bool
+    reading: Reading
     dtype: jax.typing.DTypeLike
     """The dtype in which keys and values are read."""
     bias: jax.Array | None
     """Added to scores by distance: [kv_heads, group, distances] float32."""
 
     @property
-    def pages_a_block(self) -> int:
-        keys = _BLOCK_TOGETHER if self.together else _BLOCK
-        return max(keys // self.pages.page_size, 1)
-
-    @property
     def block(self) -> int:
         """Positions in a block."""
         return self.pages_a_block * self.pages.page_size
-
-    def map(self, function: Callable[[Any], Any], over: Any) -> Any:
-        """Returns the results of a function for each row, or lane."""
-        return jax.vmap(function)(over) if self.together else jax.lax.map(function, over)
 
     def of_slots(
         self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
@@ -184,7 +180,7 @@ class _BlockReader(NamedTuple):
 
             return jax.lax.fori_loop(self._first(seen), self._end(seen.last), add, start)
 
-        return self.map(of_row, (query, seen, tables))
+        return _mapped(of_row, (query, seen, tables), together=self.reading == "all")
 
     def of_lanes(
         self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
@@ -205,12 +201,13 @@ class _BlockReader(NamedTuple):
                 def of_row(row: tuple[_Sums, jax.Array, _SeenPositions]) -> _Sums:
                     return self._added(*row, number, key, value)
 
-                return self.map(of_row, (sums, query, seen))
+                return _mapped(of_row, (sums, query, seen), together=self.reading != "rows")
 
             first, end = self._first(jax.tree.map(jnp.min, seen)), self._end(last)
             return jax.lax.fori_loop(first, end, add, many)
 
-        sums = self.map(of_lane, (query, seen, self._whole_blocks(tables)))
+        over = query, seen, self._whole_blocks(tables)
+        sums = _mapped(of_lane, over, together=self.reading == "all")
         return jax.tree.map(lambda x: x.reshape(lanes * width, *x.shape[2:]), sums)
 
     def _whole_blocks(self, tables: jax.Array) -> jax.Array:
@@ -237,7 +234,7 @@ class _BlockReader(NamedTuple):
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
-            found = cache[self.layer, 0, pages].reshape(self.block, self.kv_heads, -1)
+            found = self._found(cache, pages).reshape(self.block, self.kv_heads, -1)
             found = jnp.moveaxis(found, 0, 1)
             if scales is None:
                 return found
@@ -249,6 +246,19 @@ class _BlockReader(NamedTuple):
         key = read(self.pages.key, self.pages.key_scale)
         value = read(self.pages.value, self.pages.value_scale)
         return key, jnp.where(is_own[:, None], value, 0)
+
+    def _found(self, cache: jax.Array, pages: jax.Array) -> jax.Array:
+        """Returns pages [n, page_size, width] of the layer."""
+        if self.reading == "all" or self.pages_a_block == 1:
+            return cache[self.layer, 0, pages]
+
+        # XLA for CPU gathers number by number, and copies a slice at once.
+        def copy(number: jax.Array, block: jax.Array) -> jax.Array:
+            page = cache[self.layer, 0, pages[number]]
+            return jax.lax.dynamic_update_index_in_dim(block, page, number, axis=0)
+
+        shape = self.pages_a_block, *cache.shape[3:]
+        return jax.lax.fori_loop(0, self.pages_a_block, copy, jnp.zeros(shape, cache.dtype))
 
     def _added(
         self,
@@ -281,6 +291,11 @@ class _BlockReader(NamedTuple):
             sums.total * kept + jnp.sum(weights, axis=-1),
             sums.values * kept[..., None] + new,
         )
+
+
+def _mapped(function: Callable[[Any], Any], over: Any, *, together: bool) -> Any:
+    """Returns the results of a function for each row, or lane."""
+    return jax.vmap(function)(over) if together else jax.lax.map(function, over)
 
 
 def _finished(sums: _Sums, sinks: jax.Array | None) -> jax.Array:

@@ -7,6 +7,9 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 PagedAttention", section 4.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +21,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention.mask import Mask
-from shardlib.nn.attention.page_reader import GroupPages, attend_group
+from shardlib.nn.attention.page_reader import GroupPages, Reading, attend_group
 from shardlib.sharding.constrain import active, platform
 from shardlib.sharding.manual import manual
 
@@ -86,6 +89,20 @@ def empty_pages(
     return Pages(*pages, *[zeros(jnp.float32, kv_heads * page_size) for _ in dims])
 
 
+_reading: contextvars.ContextVar[Reading] = contextvars.ContextVar("reading", default="lanes")
+
+
+@contextlib.contextmanager
+def rows_apart(apart: bool = True) -> Iterator[None]:
+    """Makes the bits of each row in the calls of `attend_pages` inside depend on its sequence
+    alone, on a CPU: no row reads keys together with others. It takes longer."""
+    token = _reading.set("rows" if apart else "lanes")
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
 def attend_pages(
     query: Float[Array, "groups rows heads head_dim"],
     key: Float[Array, "groups rows kv_heads head_dim"] | None,
@@ -98,7 +115,7 @@ def attend_pages(
     window: Int[Array, ""] | int | None = None,
     sinks: Float[Array, " heads"] | None = None,
     bias: Float[Array, "heads distances"] | None = None,
-    together: bool | None = None,
+    reading: Reading | None = None,
 ) -> tuple[Float[Array, "groups rows heads value_dim"], Pages]:
     """Writes a key and a value of each row, and returns attention of each row to the positions of
     its sequence up to its own, after the text of an encoder, and the pages.
@@ -115,13 +132,15 @@ def attend_pages(
         sinks: As in `attend`.
         bias: Added to the scores of keys by their distance from the row; the last one counts for
             all longer distances.
-        together: Whether all rows are read at once; None for all platforms but CPUs.
+        reading: The rows that read keys together; None for `lanes` on a CPU, or `rows` within
+            `rows_apart`, and for `all` on other platforms.
     """
-    at_once = platform() != "cpu" if together is None else together
+    if reading is None:
+        reading = _reading.get() if platform() == "cpu" else "all"
 
     def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
         own = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
-        y, cache = _of_group(GroupPages(*pages), own, shared, mask, at_once)
+        y, cache = _of_group(GroupPages(*pages), own, shared, mask, reading)
         return y[None], Pages(*cache)
 
     own, shared = (query, key, value, rows), (layer, window, sinks, bias)
@@ -135,7 +154,7 @@ def attend_pages(
 
 
 def _of_group(
-    cache: GroupPages, own: Any, shared: Any, mask: Mask, together: bool
+    cache: GroupPages, own: Any, shared: Any, mask: Mask, reading: Reading
 ) -> tuple[jax.Array, GroupPages]:
     """Returns the attention of the rows of one group, and its pages; see `attend_pages`."""
     query, key, value, rows = own
@@ -156,7 +175,7 @@ def _of_group(
         mask,
         window=window,
         sinks=sinks,
-        together=together,
+        reading=reading,
         firsts=firsts,
         bias=bias,
     )
