@@ -1,9 +1,10 @@
 """The search over meshes, rematerialisation and microbatches for the rules of one model.
 
 More microbatches hold less and are slower, and so is more recomputation. The search begins with the
-least of both. It tries more of either where a step does not fit, whose seconds then bound theirs;
-so do the products of a program at the full rate of all devices. A program is therefore traced, and
-solved on a mesh, only while it may be quicker than every step that fits.
+least of both. It tries more of either where a step does not fit, whose seconds then bound theirs.
+So does the work of a program, cut over all devices, with what the mesh makes every step send: the
+least of both programs and numbers has the least of it. A program is therefore traced, and solved on
+a mesh, only while it may be quicker than every step that fits.
 
 Three exceptions are known. Where memory decides the layout of a step that fits, a program that
 keeps less may have a quicker layout: more recomputation is tried as well, and more microbatches
@@ -13,6 +14,7 @@ that is not tried either.
 
 import bisect
 import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,6 +111,7 @@ class _OuterSearch:
         """The answers that fit, by the cost model of traced programs if there are many meshes."""
         self._needed_bytes: list[float] = []
         """Bytes of a device for each step that does not fit."""
+        self._extra_seconds = functools.cache(self._extra_seconds_of)
         self._late: dict[int, PartitionError] = {}
         """Meshes of which a step had no answer in time."""
 
@@ -158,8 +161,7 @@ class _OuterSearch:
         """Queues the answer of a task, or what may be tried after it."""
         if task in self._tried or self._is_needless(task):
             return
-        program = self._program(task.program)
-        least = _Rank(seconds=program.least_seconds)
+        least = _Rank(seconds=self._least_seconds(task))
         if bound < least:
             self._push(least, task)
             return
@@ -179,6 +181,14 @@ class _OuterSearch:
         self._push(rank, task, answer)
         if _is_tight(answer):
             self._push_recomputing(_Rank(), task)
+
+    def _least_seconds(self, task: _Task) -> float:
+        """Returns a lower bound of the seconds of a step."""
+        extra = 0.0 if self._is_one else self._extra_seconds(task.mesh)
+        return self._program(task.program).least_seconds + extra
+
+    def _extra_seconds_of(self, mesh: int) -> float:
+        return self._program(0).extra_seconds(self._meshes[mesh].sizes)
 
     def _is_needless(self, task: _Task) -> bool:
         return any(

@@ -353,12 +353,16 @@ class LayoutProblem(IntegerProgram):
 
     def _least_seconds(self) -> float:
         """Returns a measure of a step: products on all devices, one gather of all parameters."""
-        flops = sum(op.factors.flops * op.times for op in self.classes.operations if op.multiplies)
-        devices = self.network.degree(self.network.axes)
         held = sum(tensor.bytes * tensor.copies for tensor in self.classes.tensors)
         links = self.network.links.values()
         fastest = max((link.bytes_per_second for link in links), default=math.inf)
-        return _PRODUCTS * flops / devices / self.rates.flops + held / fastest
+        return self.product_seconds + held / fastest
+
+    @property
+    def product_seconds(self) -> float:
+        """Seconds of the products on all devices."""
+        flops = sum(op.factors.flops * op.times for op in self.classes.operations if op.multiplies)
+        return _PRODUCTS * flops / self.network.degree(self.network.axes) / self.rates.flops
 
     def _add_operation(self, operation: OperationClass) -> None:
         """Adds the ways to cut an operation, and the moves of its operands and its result."""

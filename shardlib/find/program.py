@@ -3,8 +3,8 @@
 import array
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
-from typing import Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,25 +57,40 @@ class IntegerProgram:
         self, seconds: float, ones: Collection[int] = (), zeros: Collection[int] = ()
     ) -> Optimum:
         """Minimises the costs, within a time limit in seconds, with some variables at 1 or 0."""
+        columns = np.arange(len(self.costs))
+        least = np.isin(columns, list(ones)).astype(float)
+        most = 1.0 - np.isin(columns, list(zeros))
+        options = {"time_limit": seconds, "mip_rel_gap": _GAP}
+        found, scale = self._highs(self.costs, np.array(self._whole, int), (least, most), options)
+        if found.x is None:
+            return Optimum(None, math.inf, -math.inf, found.status == 1)
+        return Optimum(found.x, found.fun / scale, found.mip_dual_bound / scale, found.status == 1)
+
+    def relaxed_seconds(self, parts: Collection[Part]) -> float:
+        """Returns the least costs of some parts if variables may have all values between 0 and 1,
+        of which no solution has less; infinity if there is no solution."""
+        costs = [cost * (p in parts) for cost, p in zip(self.costs, self.parts, strict=True)]
+        found, scale = self._highs(costs, np.zeros(len(costs), int), (0.0, 1.0), {})
+        return math.inf if found.fun is None else found.fun / scale
+
+    def _highs(
+        self, costs: Sequence[float], whole: np.ndarray, limits: tuple[Any, Any], options: dict
+    ) -> tuple[Any, float]:
+        """Returns what HiGHS found for costs, and their scale."""
         # Their import takes a third of a second, for which every run would wait.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
         parts = [np.array(part) for part in (self._factors, self._columns, self._ends)]
-        matrix = csr_matrix(tuple(parts), shape=(len(self._lower), len(self.costs)))
+        matrix = csr_matrix(tuple(parts), shape=(len(self._lower), len(costs)))
         lower, upper = np.array(self._lower), np.array(self._upper)
         # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
-        scale = 1e3 / max(max(self.costs), 1e-12)
-        columns = np.arange(len(self.costs))
-        least = np.isin(columns, list(ones)).astype(float)
-        most = 1.0 - np.isin(columns, list(zeros))
+        scale = 1e3 / max(max(costs), 1e-12)
         found = milp(
-            np.array(self.costs) * scale,
-            integrality=np.array(self._whole, int),
-            bounds=Bounds(least, most),  # type: ignore[arg-type]
+            np.array(costs) * scale,
+            integrality=whole,
+            bounds=Bounds(*limits),
             constraints=LinearConstraint(matrix, lower, upper),  # type: ignore[arg-type]
-            options={"time_limit": seconds, "mip_rel_gap": _GAP},
+            options=options,
         )
-        if found.x is None:
-            return Optimum(None, math.inf, -math.inf, found.status == 1)
-        return Optimum(found.x, found.fun / scale, found.mip_dual_bound / scale, found.status == 1)
+        return found, scale

@@ -175,11 +175,28 @@ class Search:
 
     @functools.cached_property
     def least_seconds(self) -> float:
-        """Seconds that a step takes at least: its products, with those that are computed again, at
-        the full rate of all devices."""
-        tally, _ = self.workload.costs(Layout(), self.cluster.platform)
-        flops = sum(count * product.flops for (_, product), count in tally.products.items())
-        return flops / self.cluster.num_devices / self._rates.flops
+        """Seconds that a step takes at least on any mesh: those on one device, over the devices.
+
+        A device of a mesh computes on pieces of the same arrays, of which each has the same bytes
+        and FLOPs in all, or more where devices have the same piece. A kernel is no faster on a
+        piece than the part of its seconds: it starts as often, and pads more.
+        """
+        return self.workload.step_time(Layout(), self.cluster).total / self.cluster.num_devices
+
+    def extra_seconds(self, sizes: Mapping[str, int]) -> float:
+        """Returns seconds that a step takes at least on a mesh besides `least_seconds`, also with
+        more recomputation or microbatches.
+
+        They are a lower bound of its integer program: for the moves of one microbatch, and for
+        products that the mesh cannot cut, without a limit of memory. A limit leaves fewer layouts,
+        more microbatches gather parameters more often, and layers that are computed again repeat
+        products and moves. Optimizer state in more parts only adds moves, and passes do not count.
+        Rows that are cut over `tensor` as well are those of a mesh with more `data` or `fsdp`.
+        """
+        objective = dataclasses.replace(self._objective(Layout.of(sizes)), capacity_bytes=math.inf)
+        problem = LayoutProblem(self.classes, objective)
+        least = problem.relaxed_seconds(("products", "parameters", "activations"))
+        return max(least - problem.product_seconds, 0.0)
 
     @functools.cached_property
     def _rates(self) -> Rates:

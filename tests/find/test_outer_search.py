@@ -38,9 +38,10 @@ class Program:
     capacity_bytes = CAPACITY
     least_seconds = 0.0
 
-    def __init__(self, remat, steps, *, microbatches=None, state=0.0):
+    def __init__(self, remat, steps, *, microbatches=None, state=0.0, extra=None):
         self.remat, self.microbatches, self.state = remat, microbatches, state
         self.steps = {mesh: step if isinstance(step, dict) else {1: step} for mesh, step in steps}
+        self.extra = extra or {}
         self.solved = []
 
     def meshes(self):
@@ -60,6 +61,9 @@ class Program:
     def state_fits(self, sizes):
         return self.state <= CAPACITY
 
+    def extra_seconds(self, sizes):
+        return self.extra.get(str(Layout.of(sizes)), 0.0)
+
     def least_bytes(self, sizes, microbatches):
         return 0.0
 
@@ -78,7 +82,7 @@ class Program:
         return FoundRules(
             sizes,
             "8xh100",
-            AxisRules({}, {}),
+            AxisRules({}, {"batch": "data+fsdp+tensor"}),
             classes=None,
             names={},
             solution=SimpleNamespace(memory_bytes=step.layout_bytes, seconds=step.seconds),
@@ -188,3 +192,15 @@ def test_an_error_proposes_nothing_that_was_searched():
                 search(*(Program(name, large, microbatches=microbatches) for name in names))
             text = str(caught.value)
             assert ("microbatches" in text, "rematerialisation" in text) == (proposes, recomputes)
+
+
+def test_a_mesh_that_cannot_be_the_quickest_is_not_solved():
+    """What the least recomputation sends on a mesh bounds the steps of all programs."""
+    steps = {"fsdp=8": Step(3, 13), "tensor=8": Step(9, 13), "data=8": Step(3.9, 13)}
+    none = Program("none", steps.items(), extra={"tensor=8": 4.5, "data=8": 2.5})
+    fits = {mesh: Step(step.seconds + 1, 9) for mesh, step in steps.items()}
+    full = Program("full", fits.items())
+    full.least_seconds = 2.0
+    assert of(search(none, full)) == ("fsdp=8", "full", 1)
+    solved = [(mesh, remat) for mesh, remat, _, alone in none.solved + full.solved if not alone]
+    assert solved == [("fsdp=8", "none"), ("data=8", "none"), ("fsdp=8", "full")]
