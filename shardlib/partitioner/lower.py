@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from shardlib.partitioner.regions import REGION
 from shardlib.sharding.across_devices import Extreme, extreme
 
 Collective = Callable[[jax.Array], jax.Array]
+_LOOPS = ("scan", "while", "cond")
 
 
 @dataclasses.dataclass
@@ -107,12 +108,17 @@ class Lowering:
             return self._again(step, ins)
         if step.made:
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
+        if name in _LOOPS and self._order is not None:
+            self._order.wait()
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
         if name == REGION:
             return _values(step.results, self._region(step, shards))
-        if name in ("scan", "while", "cond"):
+        if name in _LOOPS:
             loop = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
-            return _values(step.results, self._in_order(functools.partial(loop, step), shards))
+            made = [i for i, value in enumerate(ins) if value.make is not None]
+            run = functools.partial(loop, step)
+            results = run(shards) if self._order is None else self._order.loop(shards, made, run)
+            return _values(step.results, results)
         if name == "sharding_constraint":
             return _values(step.results, shards)
         if step.factors is None:
@@ -142,11 +148,6 @@ class Lowering:
             return extreme(x, kind, axes)
 
         return collective(x) if self._order is None else self._order.send(x, collective)
-
-    def _in_order(
-        self, loop: Callable[[list[jax.Array]], Arrays], shards: list[jax.Array]
-    ) -> Arrays:
-        return loop(shards) if self._order is None else self._order.loop(shards, loop)
 
     def _lazily(self, step: Step, ins: list[Shard], number: int) -> Shard:
         """Returns a value that is made, shard by shard, in the layouts in which it is read."""
@@ -261,7 +262,7 @@ class CollectiveOrder:
     """
 
     def __init__(self) -> None:
-        self._loop: jax.Array | None = None
+        self._last: Done | None = None
         self._sent: list[jax.Array] = []
 
     def send(self, x: jax.Array, collective: Collective) -> jax.Array:
@@ -272,44 +273,67 @@ class CollectiveOrder:
     def send_all(self, operands: Arrays, collective: Callable[[Arrays], Arrays]) -> Arrays:
         """Returns `collective(operands)`, one or more results, after the last loop."""
         first, *rest = operands
-        results = collective([first if self._loop is None else _after(first, [self._loop]), *rest])
+        results = collective([_after(first, self._last), *rest])
         self._sent.extend(results)
         return results
 
-    def loop(self, operands: Arrays, run: Callable[[list[jax.Array]], Arrays]) -> Arrays:
-        """Returns `run(operands)`, which loops, after the collectives before it."""
-        done, operands = self._before(), list(operands)
-        at = next((i for i, x in enumerate(operands) if _is_plain(x)), None)
-        if done and at is not None:
-            operands[at] = _after(operands[at], done)
+    def wait(self) -> None:
+        """Lets what is sent from here on wait for all that was sent before.
+
+        A loop waits anyway, so that what is gathered for it is not held any earlier.
+        """
+        self._last, self._sent = _done(self._sent, self._last), []
+
+    def loop(
+        self, operands: Arrays, made: Container[int], run: Callable[[list[jax.Array]], Arrays]
+    ) -> Arrays:
+        """Returns `run(operands)`, which loops, after the collectives before it. The operands at
+        `made` are constants, which would be held from the start of the program."""
+        self.wait()
+        operands = list(operands)
+        plain = [i for i, x in enumerate(operands) if _is_plain(x)]
+        waits = {i for i in plain if i in made and operands[i].ndim}
+        # A select copies what it selects.
+        waits |= {*sorted(plain, key=lambda i: (not operands[i].ndim, operands[i].size))[:1]}
+        for i in waits:
+            operands[i] = _after(operands[i], self._last)
         results = run(operands)
-        self._sent, self._loop = [], next(filter(_is_plain, results), self._loop)
+        self._sent, self._last = [], _done([*filter(_is_plain, results)][:1], None) or self._last
         return results
 
     def region(self, operands: Arrays, run: Callable[[Arrays], Arrays]) -> Arrays:
         """Returns `run(operands)`, which may send before it needs all operands, after the loop and
         the collectives before it. What follows waits for all results."""
-        done = self._before()
-        operands = [_after(x, done) if done and _is_plain(x) else x for x in operands]
-        results = run(operands)
-        plain = [*filter(_is_plain, results), *self._before()]
-        if plain:
-            self._sent, self._loop = [], _after(plain[0], plain[1:])
+        self.wait()
+        results = run([_after(x, self._last) for x in operands])
+        self._sent.extend(results)
+        self.wait()
         return results
 
-    def _before(self) -> list[jax.Array]:
-        return [*self._sent, *([] if self._loop is None else [self._loop])]
+
+class Done(NamedTuple):
+    """A number that is known once some arrays are computed, and False, which depends on it."""
+
+    number: jax.Array
+    never: jax.Array
 
 
 def _is_plain(x: jax.Array) -> bool:
     return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _after(x: jax.Array, done: Arrays) -> jax.Array:
-    """Returns `x` once `done` is computed: a select that the compiler cannot fold."""
-    never = jnp.zeros((), bool)
-    for other in filter(_is_plain, done):
-        first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
+def _done(arrays: Arrays, before: Done | None) -> Done | None:
+    """Returns what is known once arrays are computed, also those `before`."""
+    for x in filter(_is_plain, arrays):
+        first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
         number = jnp.real(first).astype(jnp.float32)
-        never |= (number != number) & (number == number)
-    return jnp.where(never, jnp.zeros(x.shape, x.dtype), x)
+        never = (number != number) & (number == number)
+        before = Done(number, never if before is None else never | before.never)
+    return before
+
+
+def _after(x: jax.Array, done: Done | None) -> jax.Array:
+    """Returns `x` once `done` is known: a select that the compiler cannot fold, even of zeros."""
+    if done is None or not _is_plain(x):
+        return x
+    return lax.select(done.never, lax.full_like(x, done.number.astype(x.dtype)), x)

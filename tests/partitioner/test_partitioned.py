@@ -327,6 +327,27 @@ def test_collectives_of_regions_are_in_order(mesh):
     assert text.count("stablehlo.select") >= 1
 
 
+def test_loops_hold_nothing_before_they_run(mesh):
+    """The weights of a loop of the backward pass, and its gradients at zero, come after what is
+    sent before it: here the gradient of a head."""
+    width, classes = 128, 512
+
+    def fn(x, w, head):
+        def trip(h, row):
+            return jnp.tanh(row + h @ w), None
+
+        return lax.scan(trip, jnp.zeros_like(x[0]), x)[0] @ head
+
+    args = numbers(2, 8, width), numbers(width, width), numbers(width, classes)
+    specs = P(None, "data"), P("fsdp"), P("fsdp")
+    with sl.use(mesh, sl.rules.STANDARD):
+        step = partitioned(gradient(fn, 3), specs, (P(), specs), params=(1, 2))
+        compiled = jax.jit(step).lower(*args).compile()
+    # At most a head, the weights of one loop, and small activations.
+    most = args[2].nbytes + args[1].nbytes + 8 * args[0].nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < most
+
+
 def test_refusals(mesh):
     def region(x):
         return jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=P(), out_specs=P())(x)
