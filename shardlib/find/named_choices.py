@@ -6,6 +6,7 @@ whole if its rule does not divide it, or if a mesh axis of the rule cuts a dim o
 """
 
 import collections
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -69,21 +70,19 @@ class NamedChoices:
         for dim, name in enumerate(names):
             if name is None:
                 continue
-            for cut, column in self.columns[name].items():
+            before = self._before(names, dim)
+            laid = [
+                ({axis for other in before for axis in dims[other]}, dims[dim], one)
+                for dims, one in columns
+            ]
+            for rule, column in self.columns[name].items():
+                divides = shape[dim] % math.prod(self._sizes[axis] for axis in rule) == 0
                 having = [
                     one
-                    for dims, one in columns
-                    if dims[dim] == self._met(names, shape, dims, dim, cut)
+                    for taken, cut, one in laid
+                    if cut == (rule if divides and taken.isdisjoint(rule) else ())
                 ]
                 self._program.row([*((one, 1.0) for one in having), (column, -1.0)], 0, 1)
-
-    def _met(self, names: Names, shape: Sequence[int], dims: Dims, dim: int, cut: Cut) -> Cut:
-        """Returns what a rule makes of a dim, given the layout of the dims before it."""
-        before = {axis for other in self._before(names, dim) for axis in dims[other]}
-        parts = 1
-        for axis in cut:
-            parts *= self._sizes[axis]
-        return () if before.intersection(cut) or shape[dim] % parts else cut
 
     def _before(self, names: Names, dim: int) -> list[int]:
         """Returns the dims whose rules take mesh axes before that of `dim`."""

@@ -125,6 +125,7 @@ class LayoutProblem(IntegerProgram):
         self.classes, self.objective = classes, objective
         self.network, self.rates = objective.network, objective.rates
         self.memory: list[tuple[int, float]] = []
+        self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.layout_variables: dict[int, dict[Dims, int]] = {}
         self._cut_variables: list[dict[tuple[Dims, ...], tuple[int, Assignment]]] = []
         self.state_cuts = StateCuts(classes, objective.state_axes, self.network.sizes)
@@ -316,9 +317,11 @@ class LayoutProblem(IntegerProgram):
     def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns axes in the order in which they cut the batch, if exactly these or the major ones
         of them do; otherwise with `CONTEXT` first."""
-        firsts = (pin[: len(axes)] for pin in self.objective.pinned_axes.values())
-        positions = tuple(sorted(axes, key=lambda axis: axis != CONTEXT))
-        return next((first for first in firsts if set(first) == set(axes)), positions)
+        if axes not in self._orders:
+            firsts = (pin[: len(axes)] for pin in self.objective.pinned_axes.values())
+            positions = tuple(sorted(axes, key=lambda axis: axis != CONTEXT))
+            self._orders[axes] = next((one for one in firsts if set(one) == set(axes)), positions)
+        return self._orders[axes]
 
     def _divides(self, tensor: TensorClass, dims: Dims, pins: Mapping[int, tuple]) -> bool:
         """Returns whether a layout cuts evenly, and no stack of layers: a loop takes one of them
@@ -354,9 +357,8 @@ class LayoutProblem(IntegerProgram):
     def _least_seconds(self) -> float:
         """Returns a measure of a step: products on all devices, one gather of all parameters."""
         held = sum(tensor.bytes * tensor.copies for tensor in self.classes.tensors)
-        links = self.network.links.values()
-        fastest = max((link.bytes_per_second for link in links), default=math.inf)
-        return self.product_seconds + held / fastest
+        speeds = (link.bytes_per_second for link in self.network.links.values())
+        return self.product_seconds + held / max(speeds, default=math.inf)
 
     @property
     def product_seconds(self) -> float:
