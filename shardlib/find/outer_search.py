@@ -103,8 +103,9 @@ class _OuterSearch:
         self._programs, self._seconds, self._notify = programs, seconds, notify
         self._traced: list[Search] = []
         self._meshes: list[_Mesh] = []
-        self._queue: list[tuple[_Rank, int, _Task, FoundRules | None]] = []
-        """Tasks by a bound of their answer, and answers by their rank."""
+        self._queue: list[tuple[_Rank, _Task, int, FoundRules | None]] = []
+        """Tasks by a bound of their answer, and answers by their rank; of equal ones the first mesh
+        comes first."""
         self._order = itertools.count()
         self._tried: set[_Task] = set()
         self._fitting: dict[_Task, FoundRules] = {}
@@ -125,7 +126,7 @@ class _OuterSearch:
             if first.state_fits(sizes):
                 self._push(_Rank(), _Task(number, 0, counts[0]))
         while self._queue:
-            rank, _, task, answer = heapq.heappop(self._queue)
+            rank, task, _, answer = heapq.heappop(self._queue)
             if answer is None:
                 self._try(rank, task)
             elif chosen := answer if self._is_one else self._refined(task, rank):
@@ -143,7 +144,7 @@ class _OuterSearch:
         return self._traced[number]
 
     def _push(self, rank: _Rank, task: _Task, answer: FoundRules | None = None) -> None:
-        heapq.heappush(self._queue, (rank, next(self._order), task, answer))
+        heapq.heappush(self._queue, (rank, task, next(self._order), answer))
 
     def _push_recomputing(self, bound: _Rank, task: _Task) -> None:
         """Queues the step that recomputes more, if there is one."""
@@ -254,7 +255,7 @@ class _OuterSearch:
     def _near(self, best: _Task) -> list[_Task]:
         """Returns the best steps that fit on the next best meshes."""
         by_mesh: dict[int, _Task] = {}
-        for task in sorted(self._fitting, key=lambda task: self._rank(self._fitting[task])):
+        for task in sorted(self._fitting, key=lambda task: (self._rank(self._fitting[task]), task)):
             by_mesh.setdefault(task.mesh, task)
         near = [task for mesh, task in by_mesh.items() if mesh != best.mesh]
         # The traced program prices layouts of rows at experts too high.
