@@ -76,8 +76,9 @@ class Engine:
             have, at most 4096, or 1024 for an encoder with a decoder.
         pages: Pages of the cache; None for as many as all slots need at most.
         page_size: Positions of a page.
-        chunk: Tokens of prompts that a step reads at most. An encoder reads texts of about so many
-            tokens at once, or one longer text.
+        chunk: Tokens of prompts that a step reads at most. On a CPU a step reads one or two lanes
+            of a longer prompt while four sequences or more are continued for each that is read or
+            waits. An encoder reads texts of about so many tokens at once, or one longer text.
         lane: Tokens of one prompt that stand together in a step; divides `chunk`.
         prefix_cache: Whether equal beginnings of prompts are computed once.
         overlap: Whether a step starts before the tokens of the last one are known; not with
@@ -158,7 +159,7 @@ class Engine:
         self._shardings = shardings_of(params, servable.scope)
         self._params = placed(params, self._shardings)
         self._state: DeviceState | None = self._programs.initial(self._params)
-        self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache)
+        self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache, self._state)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._open = OpenRequests(self.scheduler, sizes)
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -546,7 +547,12 @@ class Engine:
         return self.tokenizer.decode(list(tokens))
 
 
-def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Scheduler:
+def _scheduler(
+    sizes: EngineSizes, num_lanes: int, share_prefixes: bool, state: DeviceState
+) -> Scheduler:
+    # Steps on a CPU take longer with each row; others read weights meanwhile.
+    is_cpu = {device.platform for device in state.tokens.devices()} == {"cpu"}
+    few_lanes = min([num_lanes, *(n for n in sizes.lane_counts if n)]) if is_cpu else num_lanes
     return Scheduler(
         num_groups=sizes.groups,
         num_slots=sizes.slots,
@@ -557,4 +563,5 @@ def _scheduler(sizes: EngineSizes, num_lanes: int, share_prefixes: bool) -> Sche
         share_prefixes=share_prefixes,
         num_guesses=sizes.num_guesses,
         encoder_shapes=sizes.encoder_shapes,
+        few_lanes=few_lanes,
     )

@@ -184,6 +184,9 @@ class EngineStep(NamedTuple):
                     yield (number, num_slots + lane_number * draws_a_lane), lane
 
 
+_MANY = 4
+"""Sequences that draw tokens, for each that is read or waits, from which on they are many. With
+fewer, slow reading leaves too many slots idle."""
 _MOST_READ = 4096
 """Tokens that a step adds to the n-grams of a sequence at most."""
 
@@ -217,6 +220,8 @@ class Scheduler:
         num_guesses: Tokens of a lane at most that are guessed; less than `lane_width`. A step with
             guesses is read before the next is planned.
         encoder_shapes: Shapes of texts that an encoder reads; a step has texts of one shape.
+        few_lanes: Lanes of a step at most while a prompt of more tokens than a step reads would
+            hold up many sequences that draw tokens, each of its steps; None for `num_lanes`.
     """
 
     def __init__(
@@ -231,10 +236,12 @@ class Scheduler:
         num_groups: int = 1,
         num_guesses: int = 0,
         encoder_shapes: Sequence[EncoderShape] = (),
+        few_lanes: int | None = None,
     ):
         self._encoder_shapes = tuple(encoder_shapes)
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
         self.share_prefixes, self.num_guesses = share_prefixes, num_guesses
+        self.few_lanes = num_lanes if few_lanes is None else few_lanes
         self._sizes = num_slots, num_pages
         self._groups = [_Group(*self._sizes) for _ in range(num_groups)]
         self.waiting: list[SequenceState] = []
@@ -351,9 +358,10 @@ class Scheduler:
         decodes = [list(self._decodes(group)) for group in self._groups]
         for group in self._groups:
             group.texts = []
-        lanes = self._lanes()
+        most = self._most_lanes()
+        lanes = self._lanes(most)
         guesses = [
-            list(self._guesses(group, rows, self.num_lanes - len(taken)))
+            list(self._guesses(group, rows, most - len(taken)))
             for group, rows, taken in zip(self._groups, decodes, lanes, strict=True)
         ]
         texts = [group.texts for group in self._groups]
@@ -425,28 +433,36 @@ class Scheduler:
         self.num_preemptions += 1
         self._queue(sequence)
 
-    def _lanes(self) -> list[list[Lane]]:
-        """Returns the lanes of each group: of sequences whose tokens are being read, then of new
-        ones."""
+    def _most_lanes(self) -> int:
+        """Returns the lanes of the next step in a group at most."""
+        running = self.running
+        readers = [one for one in running if one.computed < one.read_until]
+        num_drawing = len(running) - len(readers)
+        readers += self.waiting
+        longest = max((one.num_known - one.num_encoded for one in readers), default=0)
+        is_long = longest > self.num_lanes * self.lane_width
+        return self.few_lanes if is_long and num_drawing >= _MANY * len(readers) else self.num_lanes
+
+    def _lanes(self, most: int) -> list[list[Lane]]:
+        """Returns the lanes of each group, at most so many: of sequences whose tokens are being
+        read, then of new ones."""
         lanes: list[list[Lane]] = []
         for group in self._groups:
             lanes.append([])
             for sequence in group.in_order():
-                lanes[-1] += self._lanes_of(sequence, self.num_lanes - len(lanes[-1]))
+                lanes[-1] += self._lanes_of(sequence, most - len(lanes[-1]))
         while not self._is_trying() and (sequence := self._next()) is not None:
             free = [
                 number
                 for number, group in enumerate(self._groups)
-                if group.free_slots
-                and len(lanes[number]) < self.num_lanes
-                and self._has_row(group, sequence)
+                if group.free_slots and len(lanes[number]) < most and self._has_row(group, sequence)
             ]
             # The idlest group first.
             free.sort(key=lambda number: len(self._groups[number].running))
             if not any(self._admitted(number, sequence) for number in free):
                 break
             mine = lanes[sequence.group]
-            mine += self._lanes_of(sequence, self.num_lanes - len(mine))
+            mine += self._lanes_of(sequence, most - len(mine))
         return lanes
 
     def _next(self) -> SequenceState | None:

@@ -15,7 +15,7 @@ _ENCODER_CONTEXT = 1024
 Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", section 3.1.2."""
 _SMALL = 2
-"""Lanes of the smaller program that reads prompts."""
+"""Lanes of the smaller program that reads prompts at most: half of the lanes of the other."""
 _LEAST_ROWS = 64
 """Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
 than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
@@ -119,7 +119,7 @@ def engine_sizes(
         page_size = context + 1
     lanes, least_rows = chunk // lane, _LEAST_ROWS if deterministic else 0
     fewest = math.ceil(max(least_rows - slots, 0) / lane)
-    counts = {max(fewest, n) for n in (0, min(_SMALL, lanes), lanes)}
+    counts = {max(fewest, n) for n in (0, min(_SMALL, math.ceil(lanes / 2)), lanes)}
     return EngineSizes(
         groups=groups,
         slots=slots,

@@ -134,6 +134,26 @@ def test_bits_are_those_of_a_request_alone_and_at_random_arrivals(served, asked,
 
 
 @pytest.mark.mesh
+def test_a_long_prompt_has_the_same_bits_where_it_is_read_in_smaller_chunks(served):
+    engine, late = Engine(served, **EXACT, chunk=64), [n % VOCAB for n in range(100)]
+    alone = engine.generate([late], max_tokens=4)
+    engine.scheduler.forget()
+    others = [engine.submit([n], max_tokens=60) for n in range(4)]
+    for _ in range(4):
+        engine.step()
+    request = engine.submit(late, max_tokens=4)
+    engine.step()
+    # A lane of 32 tokens, and not two.
+    assert request.sequence.computed == 32
+    while not request.finished:
+        engine.step()
+    assert bits([request.answer()]) == bits(alone)
+    for other in others:
+        engine.cancel(other)
+    assert engine.stats().num_compiled <= 3
+
+
+@pytest.mark.mesh
 def test_a_shared_prefix_is_computed_once(served):
     stem = prompts(1, seed=3, longest=60)[0] * 2
     engine = Engine(served, **EXACT)

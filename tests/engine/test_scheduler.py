@@ -134,6 +134,7 @@ def simulate(seed, num_requests, guesses=False, texts=False):
         num_groups=rng.randint(1, 3),
         num_guesses=rng.randint(0, width - 1) if guesses else 0,
         encoder_shapes=SHAPES,
+        few_lanes=1 if seed % 2 else None,
     )
     machine, sequences, cancelled = Machine(scheduler), [], set()
     stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
@@ -232,6 +233,41 @@ def test_answers_are_right_after_restarts(seed):
             whole(pool)
     assert [s.out for s in sequences] == [expected(s) for s in sequences]
     assert not any(pool.num_used for pool in scheduler.pools)
+
+
+def test_a_long_prompt_holds_up_many_sequences_a_little():
+    def lanes_of_steps(size, num_drawing, num_late=1):
+        """Returns the lanes of each step that reads prompts which come while others draw."""
+        scheduler = Scheduler(
+            num_slots=16,
+            num_pages=99,
+            page_size=4,
+            num_lanes=4,
+            lane_width=2,
+            few_lanes=1,
+            share_prefixes=False,
+        )
+        machine = Machine(scheduler)
+        for _ in range(num_drawing):
+            scheduler.add(SequenceState((0,), 40))
+        for _ in range(10):
+            machine.run()
+        late = [SequenceState((1,) * size, 1) for _ in range(num_late)]
+        for sequence in late:
+            scheduler.add(sequence)
+        counts = []
+        while any(not sequence.num_drawn for sequence in late):
+            step = scheduler.plan()
+            counts.append(len(step.groups[0].lanes))
+            assert len(step.groups[0].decodes) == num_drawing
+        return counts
+
+    assert lanes_of_steps(10, 4) == [1, 1, 1, 1, 1]
+    # Prompts that a step reads, a few sequences, and prompts that wait for each other.
+    assert lanes_of_steps(8, 4) == [4]
+    assert lanes_of_steps(10, 3) == [4, 1]
+    assert lanes_of_steps(10, 0) == [4, 1]
+    assert lanes_of_steps(10, 7, num_late=2) == [4, 4, 1, 1]
 
 
 def test_a_prompt_that_never_fits_is_refused():
