@@ -115,7 +115,7 @@ class Lowering:
             return _values(step.results, self._region(step, shards))
         if name in _LOOPS:
             loop = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
-            made = [i for i, value in enumerate(ins) if value.make is not None]
+            made = [i for i, value in enumerate(ins) if value.layout.made]
             run = functools.partial(loop, step)
             results = run(shards) if self._order is None else self._order.loop(shards, made, run)
             return _values(step.results, results)
@@ -176,13 +176,13 @@ class Lowering:
     def _again(self, step: Step, ins: list[Shard]) -> list[Shard]:
         """Recomputes values that were not saved, behind a barrier against reuse of the first."""
         values = [
-            v if v.make else Shard(want, self.shard(v, want))
+            v if v.layout.made else Shard(want, self.shard(v, want))
             for v, want in zip(ins, step.operands, strict=True)
         ]
-        solid = [v for v in values if v.make is None]
+        solid = [v for v in values if not v.layout.made]
         fenced = lax.optimization_barrier([v.x for v in solid])
         new = iter(_values([v.layout for v in solid], fenced))
-        return self.run(step.bodies[0], [v if v.make else next(new) for v in values])
+        return self.run(step.bodies[0], [v if v.layout.made else next(new) for v in values])
 
     def _scan(self, step: Step, shards: list[jax.Array]) -> Arrays:
         params = step.operation.params

@@ -35,8 +35,17 @@ class Step:
 
     @property
     def made(self) -> bool:
-        """Whether the results are made in the layouts in which they are read."""
-        return self.factors is not None and all(layout.made for layout in self.results)
+        """Whether the results are made in the layouts in which they are read: constants, and
+        parameters in a wider dtype, which are gathered in their own."""
+        if self.factors is None:
+            return False
+        return all(layout.made for layout in self.results) or self._widens_parameter()
+
+    def _widens_parameter(self) -> bool:
+        if self.operation.name != "convert_element_type" or not self.results[0].stored:
+            return False
+        have, want = (v.aval.dtype for v in (*self.operation.invars, *self.operation.outvars))
+        return want.itemsize > have.itemsize
 
 
 @dataclasses.dataclass

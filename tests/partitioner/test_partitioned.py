@@ -327,6 +327,31 @@ def test_collectives_of_regions_are_in_order(mesh):
     assert text.count("stablehlo.select") >= 1
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_parameters_are_gathered_before_they_are_widened(mesh, recomputed):
+    """A model in bfloat16 multiplies rows in float32 by a kernel that it widens."""
+
+    def fn(x, w):
+        def layer(x, w):
+            return jnp.tanh(x @ w.T.astype(jnp.float32)) @ w.astype(jnp.float32)
+
+        return (jax.checkpoint(layer) if recomputed else layer)(x, w)
+
+    args = numbers(16, 8), numbers(8, 8).astype(jnp.bfloat16)
+    specs = P(BATCH), P("fsdp", "tensor")
+    same(mesh, fn, args, specs, params=(1,))
+    with sl.use(mesh, sl.rules.STANDARD):
+        want = jax.jit(gradient(fn, 2))(*args)
+        step = jax.jit(partitioned(gradient(fn, 2), specs, params=(1,)))
+        text = step.lower(*args).as_text()
+        for a, b in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(want), strict=True):
+            # The sum of gradients of w over 4 devices is rounded to 8 bits in each of them.
+            tolerance = 4 * 2**-8 if a.dtype == jnp.bfloat16 else 2e-5
+            np.testing.assert_allclose(*map(np.float32, (a, b)), rtol=tolerance, atol=tolerance)
+    gathered = re.findall(r"all_gather.*-> tensor<\w*x(\w+)>", text)
+    assert set(gathered) == {"bf16"}
+
+
 def test_loops_hold_nothing_before_they_run(mesh):
     """The weights of a loop of the backward pass, and its gradients at zero, come after what is
     sent before it: here the gradient of a head."""
