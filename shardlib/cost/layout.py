@@ -75,6 +75,17 @@ class Layout:
         regions over the axes before it within one over `context`."""
         return not NESTS_IN_MESH_ORDER_ONLY or self.stage == self.fsdp == self.expert == 1
 
+    @property
+    def kept_inputs(self) -> int:
+        """Inputs of chunks that a stage of shardlib keeps; see
+        `shardlib.train.pipeline.schedules`."""
+        if self.stage == 1:
+            return 0
+        if self.microbatches < self.stage:
+            return self.microbatches
+        most = 2 * self.stage - 3 if self.chunks == 1 else (self.chunks + 1) * self.stage - 3
+        return min(self.chunks * self.microbatches, max(most, 1))
+
     def size(self, axis: str) -> int:
         """Devices along an axis."""
         return getattr(self, axis)

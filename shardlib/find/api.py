@@ -62,7 +62,7 @@ def find_rules(
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
-        mesh: The mesh, of `data`, `fsdp`, `expert`, `context` and `tensor`; default: the best one.
+        mesh: Of `stage`, `data`, `fsdp`, `expert`, `context` and `tensor`; default: the best one.
         rules: Rules for the parameters that they name, by path or metadata; no activations.
         inputs: Example arguments of the module; for linen.
         wrt: The trained variables, as for `init_state`; others have rules too.

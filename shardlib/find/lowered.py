@@ -7,7 +7,6 @@ products, passes over memory, collectives and live bytes need no guess.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +16,13 @@ from jax.sharding import AbstractDevice
 
 from shardlib.cost.costs import Memory
 from shardlib.cost.layout import AXES, Layout
-from shardlib.cost.machine.fabric import sent_share
 from shardlib.cost.traced.costs import Tally, Walk
 from shardlib.cost.traced.layout import MICRO, Moved, Spec, replicated
 from shardlib.cost.traced.step import TracedStep
 from shardlib.find.axes import Kind
 from shardlib.find.planned import planned_layouts
 from shardlib.find.simplified import selected, summed_once, without_repeats
-from shardlib.find.traffic import Traffic, collective_name
+from shardlib.find.traffic import Traffic, counted_traffic
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner import Traced, ValueLayout, analyze, execute, from_spec, who_partitions
@@ -65,17 +63,7 @@ class LoweredWorkload(TracedWorkload):
     def traffic(self, layout: Layout) -> Traffic | None:
         """Returns the bytes that a device sends in a step, by ring algorithms; None if XLA
         partitions the step."""
-        lowered = self._lowered(layout)
-        if lowered is None:
-            return None
-        sent: dict[tuple[str, tuple[str, ...]], float] = {}
-        for tally, times in ((lowered, layout.microbatches), (self.step.update_costs(layout), 1)):
-            for (_, moved), count in tally.moved.items():
-                devices = math.prod(layout.size(axis) for axis in moved.axes)
-                key = collective_name(moved.kind), tuple(a for a in AXES if a in moved.axes)
-                more = count * sent_share(moved.kind, devices) * moved.num_bytes
-                sent[key] = sent.get(key, 0.0) + times * more
-        return sent
+        return None if self._lowered(layout) is None else counted_traffic(self, layout)
 
     @functools.cached_property
     def _lowered(self) -> Any:

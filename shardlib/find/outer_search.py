@@ -24,10 +24,11 @@ from shardlib.cost.layout import Layout
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError
 from shardlib.find.experts import EXPERT
 from shardlib.find.found import FoundRules
-from shardlib.find.problem import does_not_fit, state_does_not_fit
+from shardlib.find.refusals import does_not_fit, state_does_not_fit
 from shardlib.find.search import Search
 from shardlib.humanize import duration
 from shardlib.mesh import abstract_mesh
+from shardlib.rules.resolve import STAGE
 
 _MOST_LOWERED = 3
 """Meshes for which the program of a device is priced, the best ones by the traced program."""
@@ -72,6 +73,13 @@ class _Mesh(NamedTuple):
     sizes: dict[str, int]
     counts: list[int]
     """The possible numbers of microbatches, ascending."""
+
+    def apart(self) -> list["_Mesh"]:
+        """Returns the mesh, or with stages one for each number of microbatches: more of them leave
+        stages idle for less time, and are not always slower."""
+        if self.sizes[STAGE] == 1:
+            return [self]
+        return [_Mesh(self.sizes, [count]) for count in self.counts]
 
 
 class _Task(NamedTuple):
@@ -121,7 +129,7 @@ class _OuterSearch:
         first = self._program(0)
         checked = map(first.checked, first.meshes() if meshes is None else meshes)
         counted = [_Mesh(sizes, first.microbatch_counts(sizes)) for sizes in checked]
-        self._meshes = [mesh for mesh in counted if mesh.counts]
+        self._meshes = [one for mesh in counted if mesh.counts for one in mesh.apart()]
         for number, (sizes, counts) in enumerate(self._meshes):
             if first.state_fits(sizes):
                 self._push(_Rank(), _Task(number, 0, counts[0]))
@@ -189,7 +197,8 @@ class _OuterSearch:
         return self._program(task.program).least_seconds + extra
 
     def _extra_seconds_of(self, mesh: int) -> float:
-        return self._program(0).extra_seconds(self._meshes[mesh].sizes)
+        sizes, counts = self._meshes[mesh]
+        return self._program(0).extra_seconds(sizes, counts[0])
 
     def _is_needless(self, task: _Task) -> bool:
         return any(
@@ -235,10 +244,11 @@ class _OuterSearch:
         kept = "" if remat is None else f", remat {remat}"
         self._notify(f"{Layout.of(sizes)}, {parts} microbatches{kept}: {took}")
 
-    def _rank(self, found: FoundRules) -> _Rank:
+    def _rank(self, found: FoundRules, *, hides: bool = False) -> _Rank:
         # Devices along an axis that no rule names would all compute the same.
         mesh = abstract_mesh(found.mesh_text, self._program(0).cluster.num_devices)
-        return _Rank(bool(found.rules.idle(mesh)), found.prices[0].rank)
+        price = found.prices[0]
+        return _Rank(bool(found.rules.idle(mesh)), price.seconds if hides else price.rank)
 
     def _refined(self, best: _Task, rank: _Rank) -> FoundRules | None:
         """Returns the quickest of the best meshes by the programs that a device runs, for each of
@@ -250,7 +260,10 @@ class _OuterSearch:
             self._push_smaller(rank, best)
             return None
         others = [self._answer(task, alone=True) for task in self._near(best)]
-        return min([lowered, *(one for one in others if one and _fits(one))], key=self._rank)
+        fitting = [lowered, *(one for one in others if one and _fits(one))]
+        # The program of a pipeline is not written out, so that how much it hides is not known.
+        hides = any(one.sizes[STAGE] > 1 for one in fitting)
+        return min(fitting, key=functools.partial(self._rank, hides=hides))
 
     def _near(self, best: _Task) -> list[_Task]:
         """Returns the best steps that fit on the next best meshes."""

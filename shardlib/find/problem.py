@@ -16,11 +16,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import get_args
 
 from shardlib.cost.machine.rates import Rates
-from shardlib.errors import DoesNotFitError, PartitionError, ShardlibError
+from shardlib.errors import PartitionError, ShardlibError
 from shardlib.find.attention_choices import AttentionChoices
 from shardlib.find.axes import SLICE
 from shardlib.find.context import CONTEXT, exchange_seconds
@@ -30,7 +30,7 @@ from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
 from shardlib.find.named_choices import NamedChoices
 from shardlib.find.opt_state import StateCuts
 from shardlib.find.program import IntegerProgram, Part
-from shardlib.humanize import gib
+from shardlib.find.refusals import does_not_fit
 from shardlib.partitioner.attention import LENGTH
 from shardlib.partitioner.factors import Assignment, dims_of
 from shardlib.partitioner.layout import Dims
@@ -89,6 +89,16 @@ class Objective:
     """Whether gradients are summed straight into the parts of the optimizer state."""
     params_alone: bool = False
     """Whether only axes of parameters are cut, besides the pinned ones: sequences stay whole."""
+    stages: int = 1
+    """Stages of a pipeline, each of which holds and runs a part of the layers on this mesh."""
+    layers: Set[int] = frozenset()
+    """The tensor classes of the parameters of these layers."""
+
+    @property
+    def share(self) -> float:
+        """Time of a step over that of all stages one after the other. The others are idle while the
+        first microbatches reach them (Huang et al. 2019, "GPipe", section 2.3)."""
+        return (1 + (self.stages - 1) / self.microbatches) / self.stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +163,10 @@ class LayoutProblem(IntegerProgram):
         if math.isfinite(objective.capacity_bytes):
             left = objective.capacity_bytes - objective.reserved_bytes
             self.row(self.memory, -math.inf, left)
+
+    def variable(self, cost: float, part: Part, *, whole: bool = False) -> int:
+        """Adds a variable with a cost in seconds of all stages, and returns its column."""
+        return super().variable(cost * self.objective.share, part, whole=whole)
 
     def forbid(self, other: Solution) -> None:
         """Forbids solutions that share more than three quarters of another's free layouts."""
@@ -223,10 +237,11 @@ class LayoutProblem(IntegerProgram):
             cost = _PASSES * tensor.pass_bytes / parts / self.rates.memory
             held = self.objective.saved_scale * tensor.saved_bytes / parts
             if tensor.copies:
-                held += tensor.copies * tensor.bytes / parts
+                state = tensor.copies * tensor.bytes / parts
                 if tensor.trained:
                     seconds, num_bytes = self._of_state(tensor, dims, parts)
-                    cost, held = cost + seconds, held + num_bytes
+                    cost, state = cost + seconds, state + num_bytes
+                held += state / (self.objective.stages if number in self.objective.layers else 1)
             options[dims] = self.variable(cost, "passes", whole=True)
             if held:
                 self.memory.append((options[dims], held))
@@ -457,7 +472,9 @@ class LayoutProblem(IntegerProgram):
         if not operation.multiplies:
             return 0.0
         parts = self.network.degree(axis for axes in cut.values() for axis in axes)
-        flops = _PRODUCTS * operation.factors.flops * operation.times
+        # A stage runs its layers again before their backward pass.
+        products = _PRODUCTS + (self.objective.stages > 1)
+        flops = products * operation.factors.flops * operation.times
         seconds = flops / parts / self.rates.flops
         attention = operation.attention
         if attention is None:
@@ -552,7 +569,7 @@ class LayoutProblem(IntegerProgram):
             return [(1, (pieces, dims, pending))], back
         # A tensor that is stored in parts is gathered again if its layer is computed again;
         # otherwise a compiler keeps what was gathered.
-        again = 2 if self.classes.recomputes else 1
+        again = 1 + self.classes.recomputes + (self.objective.stages > 1)
         back = [(1, (pieces, self._summed_to(edge, dims), pending))]
         return [(again, (dims, pieces, frozenset()))], back if edge.differentiated else []
 
@@ -574,27 +591,3 @@ def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: boo
         changes <= limit or is_nested(dims, pieces) or (pending and changes <= limit + len(pending))
     )
     return bool(few) and keeps_blocks(dims, pieces) and keeps_blocks(pieces, dims)
-
-
-def does_not_fit(
-    least: float, have: float, *, remats: Sequence[str] = (), any_microbatches: bool = False
-) -> DoesNotFitError:
-    """Returns the error for layouts that all hold more bytes than a device has, also with each
-    rematerialisation that is named, and with any number of microbatches."""
-    tried = f" with any remat ({', '.join(remats)})" if remats else ""
-    others = [] if any_microbatches else ["microbatches", "a smaller batch"]
-    others += [] if remats else ["rematerialisation"]
-    return DoesNotFitError(
-        f"no layout fits{tried}: a device needs at least {gib(least)} and has {gib(have)}.\n"
-        f"  Use {', '.join(['more devices', *others])} or an optimizer with less state.",
-        int(least),
-    )
-
-
-def state_does_not_fit(least: float, have: float) -> DoesNotFitError:
-    """Returns the error for a state that alone holds more bytes than a device has."""
-    return DoesNotFitError(
-        f"the state fits in no layout: a device needs at least {gib(least)} and has {gib(have)}.\n"
-        "  Use more devices, an optimizer with less state, or adapters.",
-        int(least),
-    )

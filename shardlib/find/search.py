@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,21 +28,23 @@ from shardlib.find.named_choices import Cut
 from shardlib.find.names import NamedAxes, named_rules
 from shardlib.find.opt_state import updates_apart
 from shardlib.find.problem import LayoutProblem, Objective, Solution
+from shardlib.find.stages import FoundStages, stages_of
 from shardlib.find.trace import GRADIENT_BYTES, INPUT, TracedLoss, fsdp_alone
-from shardlib.find.traffic import Traffic, predicted_traffic
+from shardlib.find.traffic import Traffic, counted_traffic, predicted_traffic
 from shardlib.find.why_not import Questions
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import SEQUENCE, STANDARD, AxisRules
+from shardlib.rules.resolve import STAGE
 from shardlib.sharding.partition import place, place_model_state
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that cut the batch."""
 PARAM_AXES = frozenset(("fsdp", "tensor"))
 """Mesh axes that may cut any dim of parameters."""
-SEARCHED = ("data", "fsdp", "expert", "context", "tensor")
+SEARCHED = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
 _NEAR = 0.05
@@ -82,20 +84,22 @@ class Search:
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows. `expert` and `tensor`, which both cut experts,
-        take turns, and so do `context` and replicas."""
+        take turns, and so do `context` and replicas. Stages are of `data`, `fsdp` and `tensor`."""
         devices, domain = self.cluster.num_devices, self.cluster.devices_per_domain
         # The program does not show what a manual region sends.
         count = 1 if self._experts.in_region else self._experts.count
         degrees = divisors(math.gcd(devices, count)) if count else [1]
         shared = [n for n in divisors(devices) if n == 1 or not self._unshared(n)]
-        for expert, context, tensor, data in itertools.product(
-            degrees, shared, *[divisors(devices)] * 2
+        stages = [n for n in divisors(devices) if n == 1 or self._can_cut(n)]
+        for stage, expert, context, tensor, data in itertools.product(
+            stages, degrees, shared, *[divisors(devices)] * 2
         ):
-            fsdp, left = divmod(devices, expert * context * tensor * data)
+            fsdp, left = divmod(devices, stage * expert * context * tensor * data)
             # Devices that share rows can share the state of replicas as well.
             one = 1 in (expert, tensor) and 1 in (context, data * expert)
+            one = one and 1 in (stage, expert * context)
             if left == 0 and tensor <= domain and one:
-                sizes = data, fsdp, expert, context, tensor
+                sizes = stage, data, fsdp, expert, context, tensor
                 yield dict(zip(SEARCHED, sizes, strict=True))
 
     @functools.cached_property
@@ -107,6 +111,14 @@ class Search:
         return rows_of(self.classes, self.traced.unshared)
 
     @functools.cached_property
+    def stages(self) -> FoundStages:
+        """The layers that stages of a pipeline divide."""
+        return stages_of(self.classes, self.traced.stacks)
+
+    def _can_cut(self, stages: int) -> bool:
+        return self.given is None and self.stages.is_worth(stages)
+
+    @functools.cached_property
     def _updates_apart(self) -> bool:
         return updates_apart(self.workload.step.update)
 
@@ -115,8 +127,9 @@ class Search:
         return list(dict.fromkeys(self._rows.faults(devices)))
 
     def checked(self, sizes: dict[str, int]) -> dict[str, int]:
-        """Returns the mesh; raises `MeshError` if its axis of experts or of positions has nothing
-        to cut."""
+        """Returns the mesh; raises `MeshError` if its axis of stages, of experts or of positions
+        has nothing to cut."""
+        self._check_stages(sizes[STAGE])
         shared = sizes[CONTEXT]
         if shared > 1 and (faults := self._unshared(shared)):
             raise MeshError(
@@ -135,21 +148,34 @@ class Search:
             f"{self.traced.module.name}, but {what}.\n  {fix}"
         )
 
+    def _check_stages(self, stages: int) -> None:
+        if stages == 1:
+            return
+        name = self.traced.module.name
+        if self.given is not None:
+            raise MeshError(
+                f"the mesh has {STAGE}={stages}, but stages are found for models without given "
+                f"rules.\n  Leave out {STAGE}, or the rules for {name}."
+            )
+        if faults := self.stages.faults(stages):
+            reasons = "\n".join(faults)
+            raise MeshError(f"{name} cannot be cut into {STAGE}={stages}: {reasons}")
+
     def microbatch_counts(self, sizes: Mapping[str, int]) -> list[int]:
-        """Returns the possible numbers of microbatches, ascending."""
+        """Returns the possible numbers of microbatches, ascending; of a pipeline at least one for
+        each stage."""
         rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
         if left:
             return []
-        if self.microbatches is not None:
-            return [] if rows % self.microbatches else [self.microbatches]
-        return divisors(rows)
+        counts = divisors(rows) if self.microbatches is None else [self.microbatches]
+        return [n for n in counts if n >= sizes[STAGE] and rows % n == 0]
 
     def least_bytes(self, sizes: Mapping[str, int], microbatches: int) -> float:
         """Returns bytes that a device holds at least: state and saved activations in all pieces."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
         tensors = self.classes.tensors
         saved = self._saved_scale(layout) * sum(tensor.saved_bytes for tensor in tensors)
-        return self._held_bytes(sizes) + saved / layout.num_devices
+        return self._held_bytes(sizes) + saved * layout.stage / layout.num_devices
 
     def _held_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns bytes of state that a device holds at least: in all pieces, but for those over
@@ -161,6 +187,7 @@ class Search:
             * t.copies
             * (trained if t.trained else t.width)
             / (sizes[EXPERT] if number in self._experts.dims else 1)
+            / (sizes[STAGE] if number in self.stages.params else 1)
             for number, t in enumerate(self.classes.tensors)
         )
         return held / (sizes["fsdp"] * sizes["tensor"])
@@ -178,12 +205,12 @@ class Search:
         """Seconds that a step takes at least on any mesh: those on one device, over the devices.
 
         A device of a mesh computes on pieces of the same arrays, of which each has the same bytes
-        and FLOPs in all, or more where devices have the same piece. A kernel is no faster on a
-        piece than the part of its seconds: it starts as often, and pads more.
+        and FLOPs in all, or more where devices have the same piece. A kernel needs at least the
+        part of its seconds for a piece: it starts as often, and pads more.
         """
         return self.workload.step_time(Layout(), self.cluster).total / self.cluster.num_devices
 
-    def extra_seconds(self, sizes: Mapping[str, int]) -> float:
+    def extra_seconds(self, sizes: Mapping[str, int], microbatches: int) -> float:
         """Returns seconds that a step takes at least on a mesh besides `least_seconds`, also with
         more recomputation or microbatches.
 
@@ -191,12 +218,28 @@ class Search:
         products that the mesh cannot cut, without a limit of memory. A limit leaves fewer layouts,
         more microbatches gather parameters more often, and layers that are computed again repeat
         products and moves. Optimizer state in more parts only adds moves, and passes do not count.
-        Rows that are cut over `tensor` as well are those of a mesh with more `data` or `fsdp`.
+        A mesh with more `data` or `fsdp` cuts rows as one that cuts them over `tensor` as well.
+        Stages share all of it, and idle for at least the products of their layers in one microbatch
+        for each other stage.
         """
-        objective = dataclasses.replace(self._objective(Layout.of(sizes)), capacity_bytes=math.inf)
-        problem = LayoutProblem(self.classes, objective)
-        least = problem.relaxed_seconds(("products", "parameters", "activations"))
-        return max(least - problem.product_seconds, 0.0)
+        least, products = self._relaxed(tuple(sizes.items()))
+        others = sizes[STAGE] - 1
+        idle = others / microbatches * products * self.stages.part_of_flops if others else 0.0
+        return max(least - products + idle, 0.0) / sizes[STAGE]
+
+    @functools.cached_property
+    def _relaxed(self) -> Callable[[tuple[tuple[str, int], ...]], tuple[float, float]]:
+        """Function from a mesh to the least seconds of products and moves of all stages, without
+        idle ones, and of products alone."""
+
+        def relaxed(sizes: tuple[tuple[str, int], ...]) -> tuple[float, float]:
+            objective = self._objective(Layout.of(dict(sizes)))
+            unlimited = dataclasses.replace(objective, capacity_bytes=math.inf)
+            problem = LayoutProblem(self.classes, unlimited)
+            least = problem.relaxed_seconds(("products", "parameters", "activations"))
+            return least, problem.product_seconds
+
+        return functools.cache(relaxed)
 
     @functools.cached_property
     def _rates(self) -> Rates:
@@ -210,7 +253,7 @@ class Search:
         rules written by hand for the names of the model. `seconds` limits each solution. A
         mesh that is `alone` gets more answers, and the program that a device runs is priced."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
-        lowers = alone and not self.traced.names
+        lowers = self._lowers(layout, alone)
         problem, best, name = self._first(self._objective(layout), layout, sizes, seconds)
         own = self._answer(name, problem, best, layout, lowers)
         answers = [own]
@@ -232,7 +275,8 @@ class Search:
         ranked = sorted(answers, key=rank)
         chosen = ranked[0]
         prices = [answer.price for answer in ranked]
-        if self.given is None and self.workload.batch % (layout.num_devices * microbatches) == 0:
+        unstaged = self.given is None and layout.stage == 1
+        if unstaged and self.workload.batch % (layout.num_devices * microbatches) == 0:
             fsdp = Layout(fsdp=layout.num_devices, microbatches=microbatches)
             rules = fsdp_alone(self.traced.module.axes)
             prices.append(self._price(f"fsdp={layout.num_devices}", rules, fsdp, lowers))
@@ -273,7 +317,7 @@ class Search:
         them so, or the optimizer cannot update parts alone. Gradients that are summed once go
         straight to the parts that are updated."""
         axes = tuple(axis for axis in _STATE_AXES if layout.size(axis) > 1)
-        if not axes or self.given is not None or not self._updates_apart:
+        if not axes or self.given is not None or not self._updates_apart or layout.stage > 1:
             return []
         moments = self.traced.moment_bytes
         both = moments + GRADIENT_BYTES
@@ -298,12 +342,18 @@ class Search:
         cuts = problem.state_cuts if problem.objective.state_axes else None
         axes = self.traced.module.axes
         paths, attends = self.traced.paths, self.traced.attends
-        named = named_rules(self.classes, solution, paths, axes, cuts, attends=attends)
+        cut = solution
+        if layout.stage > 1:
+            cut = self.stages.with_rule(solution, self.classes)
+        named = named_rules(self.classes, cut, paths, axes, cuts, attends=attends)
         if layout.microbatches > 1 and problem.objective.gradients_apart:
             rules = dataclasses.replace(named.rules, gradients=named.rules.opt_state)
             named = dataclasses.replace(named, rules=rules)
         price = self._price(f"{name}, {layout}", named.rules, layout, lowers)
-        sent = self._workload(named.rules, lowers).traffic(layout) if lowers else None
+        workload = self._workload(named.rules, lowers)
+        sent = workload.traffic(layout) if lowers else None
+        if layout.stage > 1:
+            sent = counted_traffic(workload, layout)
         traffic = predicted_traffic(problem, solution) if sent is None else sent
         return _Answer(name, price, named, solution, problem, traffic)
 
@@ -320,12 +370,12 @@ class Search:
         """
         if self.given is not None:
             return
-        lowers = alone and not self.traced.names
+        lowers = self._lowers(layout, alone)
         if alone and not objective.state_axes:
             yield from self._apart(objective, layout)
         if layout.expert > 1 and lowers:
             yield "whole experts", dataclasses.replace(objective, experts=NONE)
-        if layout.tensor == 1:
+        if layout.tensor == 1 or layout.stage > 1:
             return
         if lowers:
             nested = dataclasses.replace(objective, nested_params=True)
@@ -353,7 +403,7 @@ class Search:
             path: ", ".join("+".join(axes) or "-" for axes in from_spec(p.spec, len(p.shape)).dims)
             for path, p in placed.items()
         }
-        return self._price(name, rules, layout, not self.traced.names), shown
+        return self._price(name, rules, layout, self._lowers(layout, alone=True)), shown
 
     def _by_hand(self, problem: LayoutProblem, seconds: float) -> Iterator[tuple[str, Solution]]:
         """Yields the solutions of rules written by hand that have all names of the model."""
@@ -391,7 +441,7 @@ class Search:
 
     def _objective(self, layout: Layout, cut_rows: Sequence[str] = BATCH_AXES) -> Objective:
         links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
-        cut = [axis for axis in reversed(AXES) if layout.size(axis) > 1]
+        cut = [axis for axis in reversed(AXES) if axis != STAGE and layout.size(axis) > 1]
         batch = tuple(axis for axis in cut_rows if layout.size(axis) > 1)
         pinned = dict.fromkeys(self._rows.axes, (CONTEXT,)) if layout.context > 1 else {}
         pinned |= {
@@ -405,25 +455,39 @@ class Search:
             state_bytes=self.traced.state_bytes,
             saved_scale=self._saved_scale(layout),
             capacity_bytes=self.capacity_bytes,
-            reserved_bytes=RUNTIME_BYTES[self.cluster.platform],
+            reserved_bytes=RUNTIME_BYTES[self.cluster.platform] + self._kept_inputs(layout),
             param_axes=PARAM_AXES,
             batch_axes=batch,
             pinned_axes=pinned,
             pinned_params=self._pinned_params(layout),
             experts=self._experts,
             microbatches=layout.microbatches,
+            stages=layout.stage,
+            layers=self.stages.params,
         )
+
+    def _kept_inputs(self, layout: Layout) -> float:
+        """Returns the bytes of inputs of its layers that a stage keeps."""
+        if layout.stage == 1:
+            return 0.0
+        parts = layout.batch_shards * layout.microbatches
+        return layout.kept_inputs * self.stages.carry_bytes / parts
+
+    def _lowers(self, layout: Layout, alone: bool) -> bool:
+        """Returns whether the program of a device is priced: in a pipeline it is not."""
+        return alone and not self.traced.names and layout.stage == 1
 
     def _saved_scale(self, layout: Layout) -> float:
         """Returns the part of the activations that is held at the peak: what the traced step holds
-        with the batch cut alone, over the operands of its products."""
+        with the batch cut alone, over the operands of its products. A stage holds the activations
+        of its own layers."""
         counted = sum(tensor.saved_bytes for tensor in self.classes.tensors) / layout.batch_shards
         fsdp = layout.fsdp * layout.expert
-        alone = dataclasses.replace(layout, fsdp=fsdp, expert=1, context=1, tensor=1)
+        alone = dataclasses.replace(layout, stage=1, fsdp=fsdp, expert=1, context=1, tensor=1)
         memory = self.workload.peak_memory(alone, self.cluster)
         state = memory.params + memory.gradients + memory.optimizer
         held = memory.total - state - memory.runtime
-        return held / counted if counted else 0.0
+        return held / counted / layout.stage if counted else 0.0
 
     def _pinned_params(self, layout: Layout) -> dict[int, Dims]:
         """Returns the layouts of parameters that the given rules decide."""

@@ -12,6 +12,7 @@ from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.losses.signature import called_by_position
 from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
+from shardlib.nn.staged import MetStack, stacks_met
 from shardlib.partitioner.layout import num_bytes
 from shardlib.paths import named_leaves
 from shardlib.plan.workloads.tracing import LossFn, names_met, naming, total_loss
@@ -46,6 +47,8 @@ class TracedLoss:
     """Whether the model calls `attend`, which asks for rules of activations by name."""
     unshared: tuple[str, ...] = ()
     """Why `attend` refuses devices along `context`."""
+    stacks: tuple[MetStack, ...] = ()
+    """The stacks of layers that a pipeline could divide."""
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
@@ -75,11 +78,14 @@ def trace_loss(
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = (params, model_state, batch, key)
+    traced, stacks = [], list[MetStack]()
 
     def forward(*arguments: PyTree) -> jax.Array:
-        return total_loss(module, precision, loss, *arguments)[0]
+        with stacks_met() as run:
+            total, _ = total_loss(module, precision, loss, *arguments)
+        stacks[:] = run
+        return total
 
-    traced = []
     met = names_met(FSDP, lambda: traced.append(jax.make_jaxpr(forward)(*arguments)))
     closed, names = traced[0], list[Names]()
     if met:
@@ -88,18 +94,7 @@ def trace_loss(
             closed = jax.make_jaxpr(lambda *a: forward(*a))(*arguments)
         placed = [*named_leaves(params), *named_leaves(model_state)]
         names = [params_table(module.axes.get(path) or ()) for path in placed]
-    paths: list[str] = []
-    kinds: list[Kind] = []
-    named: tuple[tuple[PyTree, str, Kind], ...] = (
-        (params, "", "param"),
-        (model_state, "", "constant"),
-        (batch, INPUT, "input"),
-        (key, "key", "constant"),
-    )
-    for tree, prefix, kind in named:
-        leaves = named_leaves(tree)
-        paths += [prefix + path for path in leaves]
-        kinds.extend("param" if path in module.frozen else kind for path in leaves)
+    paths, kinds = _paths_and_kinds(module, *arguments)
     frozen = [at for at, path in enumerate(paths) if path in module.frozen]
     moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
     state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
@@ -115,7 +110,27 @@ def trace_loss(
         moment_bytes,
         attention_is_met(),
         unshared_attention(),
+        tuple(stacks),
     )
+
+
+def _paths_and_kinds(
+    module: FunctionalModule, params: PyTree, model_state: PyTree, batch: PyTree, key: PyTree
+) -> tuple[list[str], list[Kind]]:
+    """Returns the path and the kind of each argument of a loss."""
+    paths: list[str] = []
+    kinds: list[Kind] = []
+    named: tuple[tuple[PyTree, str, Kind], ...] = (
+        (params, "", "param"),
+        (model_state, "", "constant"),
+        (batch, INPUT, "input"),
+        (key, "key", "constant"),
+    )
+    for tree, prefix, kind in named:
+        leaves = named_leaves(tree)
+        paths += [prefix + path for path in leaves]
+        kinds.extend("param" if path in module.frozen else kind for path in leaves)
+    return paths, kinds
 
 
 def _bytes_of(tree: PyTree, params: PyTree) -> float:

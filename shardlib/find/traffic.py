@@ -1,15 +1,17 @@
 """Bytes that a step sends under a solution of the integer program, by collective and mesh axes."""
 
 import collections
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 
-from shardlib.cost.layout import AXES
+from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.fabric import sent_share
 from shardlib.find.context import CONTEXT, exchanges
 from shardlib.find.equivalence import Edge, OperationClass
 from shardlib.find.moves import Kind
 from shardlib.find.problem import LayoutProblem, Solution
 from shardlib.partitioner.factors import Assignment, dims_of
+from shardlib.plan.workloads.traced import TracedWorkload
 
 Traffic = Mapping[tuple[str, tuple[str, ...]], float]
 """Bytes that a device sends in a step, by the kind of the collective, such as `all-gather`, and its
@@ -26,6 +28,26 @@ def predicted_traffic(problem: LayoutProblem, solution: Solution) -> Traffic:
                 _add(sent, problem, kind, axes, num_bytes)
         for kind, num_bytes in exchanges(problem.classes, operation, cut, problem.network):
             _add(sent, problem, kind, frozenset((CONTEXT,)), operation.times * num_bytes)
+    return dict(sent)
+
+
+def counted_traffic(workload: TracedWorkload, layout: Layout) -> Traffic:
+    """Returns what a traced step sends, by ring algorithms."""
+    sent: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
+
+    def add(kind: str, axes: Collection[str], num_bytes: float) -> None:
+        share = sent_share(kind, math.prod(layout.size(axis) for axis in axes))
+        sent[collective_name(kind), tuple(a for a in AXES if a in axes)] += share * num_bytes
+
+    gradient, update = workload.costs(layout, workload.platform)
+    parts = [(gradient, layout.microbatches), (update, 1)]
+    if gradient.staged is not None:
+        parts.append((gradient.staged, layout.microbatches))
+    for tally, times in parts:
+        for (_, moved), count in tally.moved.items():
+            add(moved.kind, moved.axes, times * count * moved.num_bytes)
+    for one in workload.between_stages(layout, gradient):
+        add(one.kind, one.axes, one.count * one.num_bytes)
     return dict(sent)
 
 

@@ -11,13 +11,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 
-from shardlib.jaxprs import Operation
+from shardlib.jaxprs import Operation, array_of, flatten, is_literal
 from shardlib.partitioner.layout import Dims, Sizes, degree
 
 Dim = int | None
@@ -110,9 +111,35 @@ def bind(operation: Operation, values: Arrays, **changes: object) -> Arrays:
     changed. Shardings among the parameters are left out: they describe the whole value."""
     params = {**operation.params, **changes}
     params |= {name: None for name in ("out_sharding", "sharding") if name in params}
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = _retraced(params["update_jaxpr"], params["update_consts"])
     options = operation.primitive.get_bind_params(params)
     results = operation.primitive.bind(*values, **options)
     return results if operation.primitive.multiple_results else [results]
+
+
+def _retraced(update: Jaxpr, consts: Arrays) -> Jaxpr:
+    """Returns the function by which a scatter combines two numbers, traced in this region.
+
+    JAX constrains its values if it was traced within another region. The compiler for TPUs then
+    ends the process where it computes a scatter of constants. `jaxpr_as_fun` would trace it in the
+    other region again.
+    """
+    flat = flatten(update)
+
+    def combine(*numbers: jax.Array) -> Arrays:
+        known: dict[Any, Any] = dict(zip(flat.invars, (*consts, *numbers), strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if is_literal(v) else known[v]
+
+        for operation in flat.operations:
+            results = bind(operation, [read(v) for v in operation.invars])
+            known.update(zip(operation.outvars, results, strict=True))
+        return [read(v) for v in flat.outvars]
+
+    numbers = [jax.ShapeDtypeStruct((), array_of(v).dtype) for v in update.invars]
+    return jax.make_jaxpr(combine)(*numbers).jaxpr
 
 
 def piece_shape(shape: Sequence[int], dims: Sequence[Dim], piece: DevicePiece) -> tuple[int, ...]:

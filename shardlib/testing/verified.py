@@ -23,6 +23,7 @@ from shardlib.humanize import duration, size
 from shardlib.losses.signature import LossFn
 from shardlib.mesh import make_mesh
 from shardlib.plan.search import capacity_bytes
+from shardlib.rules.resolve import STAGE
 from shardlib.tables import Report, Table
 from shardlib.testing.equivalent import Reference
 from shardlib.testing.training import MakeModel
@@ -41,7 +42,8 @@ class Small:
     Attributes:
         make: Module factory, whose parameters have the same paths; where `verified_rules` has one
             for each rematerialisation, a mapping with the same names.
-        batch: A batch of host arrays for it.
+        batch: A batch of host arrays for it; on a mesh with `stage` it is cut into as many
+            microbatches as there are stages.
         inputs: Example arguments of the module; for linen.
     """
 
@@ -275,7 +277,10 @@ class _Verifier:
             inputs=small.inputs,
             wrt=self.asked.get("wrt"),
         )
-        compared = reference.compare(sizes or {"data": 1}, rules=check.found.rules.at_other_sizes())
+        rules = check.found.rules.at_other_sizes()
+        # The fewest microbatches with which every stage has one.
+        parts = sizes.get(STAGE, 1)
+        compared = reference.compare(sizes or {"data": 1}, rules=rules, microbatches=parts)
         refused = "its numbers differ from one device" if compared.deviations else ""
         return dataclasses.replace(check, numbers=str(compared), refused=refused)
 

@@ -4,17 +4,19 @@ import functools
 
 import optax
 import pytest
-from unannotated_lm import LM, Recomputed, loss, shapes
+from unannotated_lm import LM, Recomputed, Stacked, loss, shapes
 
 import shardlib as sl
 from shardlib.cost.layout import Layout
+from shardlib.find.search import SEARCHED
 
 pytestmark = pytest.mark.mesh
 
 SIZES = {"layers": 2, "dim": 1024, "heads": 8}
-MAKES = {
-    name: functools.partial(cls, **SIZES) for name, cls in [("none", LM), ("full", Recomputed)]
-}
+MODELS = {"none": LM, "full": Recomputed, "stacked": Stacked}
+MAKES = {name: functools.partial(cls, **SIZES) for name, cls in MODELS.items()}
+LEAST = {"none": "none", "full": "none", "stacked": "stacked"}
+"""The model that recomputes least, by name."""
 
 
 @functools.cache
@@ -33,12 +35,12 @@ def cut_as_the_mesh_says(price):
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("on", ["4xh100", "8xh100"])
 def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
-    search, least = traced(name, on), traced("none", on)
+    search, least = traced(name, on), traced(LEAST[name], on)
     for sizes in search.meshes():
-        bound = search.least_seconds + least.extra_seconds(sizes)
-        assert bound > 0
-        for microbatches in (1, 4):
+        for microbatches in (1, 2, 4, 16):
             if microbatches in search.microbatch_counts(sizes):
+                bound = search.least_seconds + least.extra_seconds(sizes, microbatches)
+                assert bound > 0
                 found = search.on_mesh(sizes, microbatches, 60.0, alone=False)
                 quickest = min(p.seconds for p in found.prices if cut_as_the_mesh_says(p))
                 assert bound <= quickest, (str(Layout.of(sizes)), microbatches)
@@ -47,6 +49,13 @@ def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
 def test_the_bound_of_a_mesh_knows_what_it_sends():
     """Eight devices with whole rows send all activations."""
     search = traced("none", "8xh100")
-    alone = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
+    alone = dict.fromkeys(SEARCHED, 1)
     apart, together = ({**alone, axis: 8} for axis in ("data", "tensor"))
-    assert search.extra_seconds(apart) < search.extra_seconds(together)
+    assert search.extra_seconds(apart, 1) < search.extra_seconds(together, 1)
+
+
+def test_the_bound_of_stages_knows_that_they_idle():
+    search = traced("stacked", "8xh100")
+    sizes = dict.fromkeys(SEARCHED, 1) | {"stage": 2, "data": 4}
+    few, many = (search.extra_seconds(sizes, parts) for parts in (2, 16))
+    assert few > 1.2 * many > 0

@@ -25,6 +25,8 @@ class Step:
     layout_bytes: float = 0.0
     """Bytes that the integer program counts."""
     is_late: bool = False
+    unhidden: float | None = None
+    """Seconds of the program of a device that hides no communication."""
     others: tuple[Price, ...] = ()
 
 
@@ -47,7 +49,9 @@ class Program:
     def meshes(self):
         for text in self.steps:
             sizes = MeshConfig.parse(text).sizes
-            yield {axis: sizes.get(axis, 1) for axis in ("data", "fsdp", "expert", "tensor")}
+            yield {
+                axis: sizes.get(axis, 1) for axis in ("stage", "data", "fsdp", "expert", "tensor")
+            }
 
     def checked(self, sizes):
         return sizes
@@ -61,7 +65,7 @@ class Program:
     def state_fits(self, sizes):
         return self.state <= CAPACITY
 
-    def extra_seconds(self, sizes):
+    def extra_seconds(self, sizes, microbatches):
         return self.extra.get(str(Layout.of(sizes)), 0.0)
 
     def least_bytes(self, sizes, microbatches):
@@ -72,6 +76,7 @@ class Program:
         step = self.steps[mesh][microbatches]
         self.solved.append((mesh, self.remat, microbatches, alone))
         step = step.lowered if alone and step.lowered else step
+        unhidden = step.unhidden if alone else None
         if step.is_late:
             raise PartitionError("no layout was found in time.")
         if step.layout_bytes > CAPACITY:
@@ -82,11 +87,11 @@ class Program:
         return FoundRules(
             sizes,
             "8xh100",
-            AxisRules({}, {"batch": "data+fsdp+tensor"}),
+            AxisRules({"layers": "stage"}, {"batch": "data+fsdp+tensor"}),
             classes=None,
             names={},
             solution=SimpleNamespace(memory_bytes=step.layout_bytes, seconds=step.seconds),
-            prices=(Price("found", step.seconds, step.held), *step.others),
+            prices=(Price("found", step.seconds, step.held, unhidden), *step.others),
             capacity_bytes=CAPACITY,
             traffic={},
             questions=SimpleNamespace(problem=SimpleNamespace(objective=objective)),
@@ -174,6 +179,21 @@ def test_a_step_is_tight_where_a_quicker_answer_of_its_mesh_does_not_fit():
     none = Program("none", {"fsdp=8": Step(2, 9, others=(quicker,))}.items())
     full = Program("full", {"fsdp=8": Step(1, 5)}.items())
     assert search(none, full).remat == "full"
+
+
+def test_more_microbatches_leave_stages_idle_for_less_time():
+    """A step with more microbatches is slower elsewhere."""
+    staged = {"stage=8": {8: Step(4, 5), 16: Step(2, 5)}, "fsdp=8": {1: Step(3, 5), 2: Step(1, 5)}}
+    found = search(Program(None, staged.items()))
+    assert of(found) == ("stage=8", None, 16)
+
+
+def test_what_is_hidden_decides_beside_stages():
+    """Only the program of a device shows it, and that of a pipeline is not written out."""
+    steps = {"fsdp=8": Step(1, 9, unhidden=3), "stage=8": {8: Step(2, 9)}}
+    assert search(Program(None, steps.items())).mesh_text == "fsdp=8"
+    steps = {"fsdp=8": Step(1, 9, unhidden=3), "tensor=8": Step(1.5, 9, unhidden=2)}
+    assert search(Program(None, steps.items())).mesh_text == "tensor=8"
 
 
 def test_the_state_alone_may_not_fit():

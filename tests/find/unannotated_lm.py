@@ -6,6 +6,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+import shardlib as sl
+
 VOCAB, LENGTH = 512, 32
 
 
@@ -59,6 +61,23 @@ class Recomputed(LM):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = nnx.remat(lambda block, x: block(x))(block, x)
+        return self.head(self.norm(x))
+
+
+def run_layer(block, x, _):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix dtypes.
+        return block(x), None
+
+
+class Stacked(LM):
+    """Runs its layers with `scan_layers`, and names nothing."""
+
+    def __init__(self, rngs, *, layers=4, dim=128, heads=4):
+        super().__init__(rngs, layers=1, dim=dim, heads=heads)
+        self.blocks = sl.stack_layers(lambda rngs: Block(dim, heads, rngs), layers, rngs)
+
+    def __call__(self, tokens):
+        x, _ = sl.scan_layers(run_layer, self.blocks, self.tokens(tokens))
         return self.head(self.norm(x))
 
 

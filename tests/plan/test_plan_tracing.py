@@ -201,6 +201,45 @@ def test_both_models_time_a_transformer_alike():
     assert formula.activations < held.activations < 2.5 * formula.activations
 
 
+@pytest.mark.parametrize("stages", [2, 3], ids=["unequal stages", "equal stages"])
+def test_a_stage_runs_its_part_of_the_layers_and_their_forward_pass_twice(stages):
+    layout = Layout(stage=stages, fsdp=2, microbatches=4)
+    assert not llama().faults(layout)
+    (whole, _), (part, _) = (llama().costs(one) for one in (Layout(fsdp=2, microbatches=4), layout))
+    layers = part.staged
+    for own in ("forward", "backward"):
+        outside = part.flops(own) - layers.flops(own)
+        head = 2 * BATCH / 4 / 2 * LENGTH * EMBED * VOCAB * (1 if own == "forward" else 2)
+        assert outside == pytest.approx(head)
+        assert outside + stages * layers.flops(own) == pytest.approx(whole.flops(own))
+    assert layers.flops("recompute") == pytest.approx(layers.flops("forward"))
+    # A residual stream in bfloat16 goes on and back in each turn; two tables and a norm are summed.
+    residual = 2 * BATCH / 4 / 2 * LENGTH * EMBED
+    sends, summed, *exchanged = llama().between_stages(layout, part)
+    assert (sends.kind, sends.num_bytes) == ("shift", pytest.approx(residual))
+    assert sends.count == 2 * (4 + stages - 1)
+    assert summed.num_bytes == pytest.approx(4 * (2 * VOCAB + 1) / 2 * EMBED, rel=1e-3)
+    # Three layers on two stages are stored in halves: in bfloat16 they come, in float32 they go.
+    leaves = (
+        sum(leaf.size for leaf in jax.tree.leaves(llama().step.params)) - (2 * VOCAB + 1) * EMBED
+    )
+    assert [one.num_bytes for one in exchanged] == (
+        [pytest.approx(width * leaves / 2 / 2, rel=0.01) for width in (2, 4)] if stages == 2 else []
+    )
+
+
+def test_a_stage_holds_its_layers_and_the_inputs_of_its_microbatches():
+    layout = Layout(stage=3, fsdp=2, microbatches=6)
+    parts = dataclasses.replace(layout, stage=1)
+    whole, part = (llama().peak_memory(one, H100S) for one in (parts, layout))
+    tables = 4 * (2 * VOCAB + 1) * EMBED / 2
+    assert part.params == pytest.approx((whole.params - tables) / 3 + tables, rel=1e-3)
+    # With 1F1B a stage keeps 2 S - 3 inputs, here in bfloat16.
+    inputs = 3 * 2 * BATCH / 6 / 2 * LENGTH * EMBED
+    kept = part.activations - inputs
+    assert whole.activations / 3 < kept < whole.activations / 2
+
+
 def test_microbatches_and_recomputation_hold_less():
     layout = Layout(fsdp=8, sequence_parallel=False)
     one = llama().peak_memory(layout, H100S)
@@ -287,7 +326,8 @@ def test_a_users_own_module_is_planned():
     assert work.batch == 256
     assert work.faults(Layout(fsdp=3)) != []
     assert work.faults(Layout(tensor=2)) == ["tensor=2: the rules put nothing of this model on it"]
-    assert work.faults(Layout(stage=2)) == ["stage=2: a traced program is not cut into stages"]
+    none = "stage=2: the rules put no single stack of layers on it"
+    assert work.faults(Layout(stage=2)) == [none]
     found = search(work, H100S)
     assert {plan.layout.tensor for plan in found.plans} == {1}
     assert found.plans[0].choice == Choice()

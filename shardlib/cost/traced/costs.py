@@ -8,6 +8,7 @@ Peak      Bytes of written values alive at the same time, in program order.
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 from shardlib.nn.attention.kernel import Kernel
+from shardlib.rules.resolve import STAGE
 from shardlib.sharding.shared_rows import OPAQUE
 
 _EXPONENTIALS = frozenset(
@@ -53,12 +55,19 @@ class Tally:
     """Peak bytes of values other than arguments."""
     kept_bytes: float = 0.0
     """Bytes of values that the forward pass writes and another pass reads."""
+    staged: "Tally | None" = None
+    """Counts of the layers of one stage, if `stage` cuts a loop; they are in no other count."""
+    num_layers: int = 1
+    """Layers of that loop."""
+    carried_bytes: float = 0.0
+    """Bytes that a device passes from one of these layers to the next."""
 
     def flops(self, *passes: Pass) -> float:
         """Returns the FLOPs of matmuls and convolutions, of all passes if none is named."""
         counted = [(own, count * product.flops) for (own, product), count in self.products.items()]
         counted += [(own, flops) for (own, _), flops in self.attended.items()]
-        return sum(flops for own, flops in counted if not passes or own in passes)
+        flops = sum(flops for own, flops in counted if not passes or own in passes)
+        return flops if self.staged is None else flops + self.staged.flops(*passes)
 
     def add(self, other: "Tally", times: float) -> None:
         """Adds the counts of another program that runs `times` times."""
@@ -67,12 +76,19 @@ class Tally:
             if isinstance(mine, Counter):
                 for key, count in more.items():
                     mine[key] += count * times  # type: ignore[index]
+        if other.staged is not None:
+            self.staged = self.staged or Tally()
+            self.staged.add(other.staged, times)
+            self.num_layers, self.carried_bytes = other.num_layers, other.carried_bytes
 
-    def work(self, during: Pass | None = None, *, attention: str = "flash") -> list[Work]:
-        """Returns the kernels of the program, all in the pass `during` if it is given. `attention`
-        names attention kernels, as in `Software`."""
+    def work(
+        self, during: Pass | None = None, *, part: str | None = None, attention: str = "flash"
+    ) -> list[Work]:
+        """Returns the kernels of the program, all in the pass `during` and of `part` if they are
+        given. `attention` names attention kernels, as in `Software`."""
+        part = part or during
         kernels = [
-            Work(during or own, during or "matmul", product, count)
+            Work(during or own, part or "matmul", product, count)
             for (own, product), count in self.products.items()
         ]
         for (own, of_kernel), flops in self.attended.items():
@@ -80,10 +96,10 @@ class Tally:
             # The gradients of two products are four.
             of_forward = flops * of_kernel.share * FLASH_TIMES[attention] / (2 if backward else 1)
             kernel = FusedAttention(of_forward, of_kernel.head_dim, backward=backward)
-            kernels.append(Work(during or own, during or "attention", kernel))
+            kernels.append(Work(during or own, part or "attention", kernel))
         for own in _PASSES:
             passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
-            kernels.append(Work(during or own, during or "elementwise", passed))
+            kernels.append(Work(during or own, part or "elementwise", passed))
         return kernels
 
 
@@ -102,7 +118,8 @@ def step_costs(
     kernels, as in `Software`."""
     each, once = [], []
     started: set[tuple[Axes, str]] = set()
-    for (during, moved), count in gradient.moved.items():
+    staged = gradient.staged or Tally()
+    for (during, moved), count in itertools.chain(gradient.moved.items(), staged.moved.items()):
         for collective in _collectives(during, moved, layout, late, started):
             if collective.overlap == "data" and set(collective.axes) <= set(late):
                 # The sum is in float32, with nothing left to hide behind.
@@ -114,7 +131,9 @@ def step_costs(
     for (during, moved), count in update.moved.items():
         for one in _collectives(during, moved, layout, (), started):
             once.append(one._replace(part="optimizer", count=count, overlap=None))
-    return Costs(gradient.work(attention=attention), each, update.work("optimizer"), once)
+    part = None if gradient.staged is None else "head"
+    work = gradient.work(part=part, attention=attention) + staged.work(attention=attention)
+    return Costs(work, each, update.work("optimizer"), once, gradient.num_layers)
 
 
 def _collectives(
@@ -339,11 +358,18 @@ class _Run:
         if [laid.spec for laid in settled] != [laid.spec for laid in carry]:
             outs, costs = self._inner(body, (*consts, *settled, *xs), stack)
         total = Tally(peak_bytes=costs.peak_bytes)
-        total.add(costs, trips)
+        stages = next((x.spec[0] for x in ins[fixed + carried :] if x.spec[0] == (STAGE,)), ())
+        if stages:
+            passed = zip(body.outvars[:carried], outs[:carried], strict=True)
+            total.carried_bytes = sum(self.spread.num_bytes(v.aval, laid) for v, laid in passed)
+            total.staged, total.num_layers = Tally(), trips
+            total.staged.add(costs, trips / self.spread.shards(stages))
+        else:
+            total.add(costs, trips)
         for var, laid in zip(body.outvars[:carried], outs[:carried], strict=True):
             self.spread.whole(var.aval, laid)
         ends = [dataclasses.replace(laid, partial=()) for laid in outs[:carried]]
-        stacked = [dataclasses.replace(laid, spec=((), *laid.spec)) for laid in outs[carried:]]
+        stacked = [dataclasses.replace(laid, spec=(stages, *laid.spec)) for laid in outs[carried:]]
         return [*ends, *stacked], total
 
     def _while(
@@ -366,7 +392,15 @@ class _Run:
             else:
                 kept.update(value for value in group.reads if value in made)
             if not group.own:
-                values = (v for v in (*group.reads, *group.writes) if v in self.env)
-                self.costs.fused_bytes[during] += sum(map(self._held, values))  # type: ignore[assignment]
-                self.costs.kernels[during] += 1
+                values = [v for v in (*group.reads, *group.writes) if v in self.env]
+                counts = self._counts_of(values)
+                counts.fused_bytes[during] += sum(map(self._held, values))  # type: ignore[assignment]
+                counts.kernels[during] += 1
         self.costs.kept_bytes = sum(map(self._held, kept))
+
+    def _counts_of(self, values: Sequence[Any]) -> Tally:
+        """Returns the counts for values that a kernel reads and writes: of a stage for its layers
+        outside of their loop too, such as copies of their parameters in another dtype."""
+        staged = self.costs.staged
+        of_layers = staged is not None and any(STAGE in self.env[v].axes for v in values)
+        return staged if staged is not None and of_layers else self.costs

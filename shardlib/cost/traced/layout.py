@@ -18,12 +18,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from jax.sharding import PartitionSpec
+
 from shardlib.jaxprs import reshaped_dims
+from shardlib.mesh import entry_axes
+from shardlib.rules.resolve import STAGE
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 MICRO = "microbatch"
 """Pseudo-axis that splits the batch in time and not in space; nothing is communicated along it."""
+
+
+def spec_of(spec: PartitionSpec, rank: int) -> Spec:
+    """Returns a `PartitionSpec` as a layout of `rank` dims."""
+    axes = [entry_axes(entry) for entry in spec]
+    return (*axes, *((),) * (rank - len(axes)))
 
 
 class Equation(Protocol):
@@ -108,7 +118,8 @@ class Spreading:
         return held * laid.width / aval.dtype.itemsize if laid.width else held
 
     def fitting(self, shape: Sequence[int], spec: Spec) -> Spec:
-        """Returns a layout without axes that repeat or do not divide their dim."""
+        """Returns a layout without axes that repeat or do not divide their dim, which stages need
+        not."""
         if not any(spec):
             return spec
         used: set[str] = set()
@@ -116,7 +127,8 @@ class Spreading:
         for size, axes in zip(shape, spec, strict=True):
             kept: Axes = ()
             for axis in axes:
-                if axis not in used and size % self.shards((*kept, axis)) == 0:
+                divides = axis == STAGE or size % self.shards((*kept, axis)) == 0
+                if axis not in used and divides:
                     kept = (*kept, axis)
                     used.add(axis)
             dims.append(kept)

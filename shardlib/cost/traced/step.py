@@ -4,7 +4,7 @@ device."""
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from shardlib.cost.traced.layout import (
     Spreading,
     ValueSharding,
     replicated,
+    spec_of,
 )
+from shardlib.cost.traced.stages import rerun, spec_in_step
 from shardlib.functional import FunctionalModule
 from shardlib.mesh import entry_axes
 from shardlib.paths import path_string
@@ -180,8 +182,8 @@ class TracedStep:
         params, frozen = places["params"], self.module.frozen
         layout = Layout(**dict(zip(AXES, degrees, strict=True)))
         shardings = [
-            *_laid(params, is_param=True),
-            *(_laid_one(one, path in frozen) for path, one in places["model_state"].items()),
+            *(_laid_in_step(one, is_param=True) for one in params.values()),
+            *(_laid_in_step(one, path in frozen) for path, one in places["model_state"].items()),
             *self.batch_laid(layout, self.batch),
         ]
         jaxpr = self.gradient
@@ -200,7 +202,10 @@ class TracedStep:
         wanted = self._placed(degrees, zero)[section]
         leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
         summed = dataclasses.replace(costs, moved=costs.moved.copy())
-        _relay(summed, "backward", self._on(degrees, parts), leaves, outs, wanted)
+        if costs.staged is not None:
+            summed.staged = rerun(costs.staged)
+        specs = map(spec_in_step, wanted.values())
+        _relay(summed, "backward", self._on(degrees, parts), leaves, outs, specs)
         return summed
 
     def _update(self, degrees: Mesh, zero: int) -> Tally:
@@ -209,7 +214,8 @@ class TracedStep:
         constants = [replicated(var.aval) for var in self.update.constvars]
         walk, leaves = self._on(degrees, 1), jax.tree.leaves(self.params)
         outs, costs = walk.run(self.update, sum(shardings, constants))
-        _relay(costs, "forward", walk, leaves, outs[: len(leaves)], places["params"])
+        stored = (spec_of(one.spec, len(one.shape)) for one in places["params"].values())
+        _relay(costs, "forward", walk, leaves, outs[: len(leaves)], stored)
         return costs
 
     def _on(self, degrees: Mesh, parts: float, platform: str | None = None) -> Walk:
@@ -222,16 +228,10 @@ class TracedStep:
         return Walk({**named, MICRO: parts}, resolve, platform)
 
 
-def spec_of(spec: PartitionSpec, rank: int) -> Spec:
-    """Returns a `PartitionSpec` as a layout of `rank` dims."""
-    axes = [entry_axes(entry) for entry in spec]
-    return (*axes, *((),) * (rank - len(axes)))
-
-
-def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:
+def shards(placement: Placement, layout: Layout, *, without: Axes = ()) -> int:
     """Returns the number of shards of an array on a mesh."""
     axes: Axes = tuple(axis for entry in placement.spec for axis in entry_axes(entry))
-    return math.prod(layout.size(axis) for axis in axes if axis != without)
+    return math.prod(layout.size(axis) for axis in axes if axis not in without)
 
 
 def _relay(
@@ -240,7 +240,7 @@ def _relay(
     walk: Walk,
     leaves: Sequence[Any],
     shardings: Sequence[ValueSharding],
-    wanted: Mapping[str, Placement],
+    wanted: Iterable[Spec],
 ) -> None:
     """Counts the collectives that bring arrays of the parameters' shapes to their wanted
     layouts."""
@@ -249,21 +249,20 @@ def _relay(
         costs.moved[during, moved] += 1
 
     spread = Spreading(walk.sizes, walk.resolve, count)
-    for leaf, laid, place_ in zip(leaves, shardings, wanted.values(), strict=True):
-        one = dataclasses.replace(laid, is_param=True)
-        spread.relaid(leaf, one, spec_of(place_.spec, len(leaf.shape)))
+    for leaf, laid, spec in zip(leaves, shardings, wanted, strict=True):
+        spread.relaid(leaf, dataclasses.replace(laid, is_param=True), spec)
 
 
 def _sizes(degrees: Mesh) -> dict[str, int]:
     return dict(zip(AXES, degrees, strict=True))
 
 
-def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[ValueSharding]:
-    return [_laid_one(one, is_param) for one in places.values()]
+def _laid(places: Mapping[str, Placement]) -> list[ValueSharding]:
+    return [ValueSharding(spec_of(one.spec, len(one.shape))) for one in places.values()]
 
 
-def _laid_one(one: Placement, is_param: bool) -> ValueSharding:
-    return ValueSharding(spec_of(one.spec, len(one.shape)), (), is_param)
+def _laid_in_step(one: Placement, is_param: bool) -> ValueSharding:
+    return ValueSharding(spec_in_step(one), (), is_param)
 
 
 def _unsharded(placement: Placement) -> Placement:

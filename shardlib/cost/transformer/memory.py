@@ -84,7 +84,7 @@ def _through_the_step(
     inputs = 0.0
     if device.reruns:
         cut = layout.tensor if layout.sequence_parallel else 1
-        inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
+        inputs = layout.kept_inputs * device.tokens * job.model.embed * job.compute_bytes / cut
     # GPUs fetch what the next layer needs from the host while they compute one.
     fetched = device.tokens * host if cluster.platform == "gpu" and software.keeps_traced else 0.0
     moments = optimizer * job.moment_bytes
@@ -246,15 +246,6 @@ def layer_activations(
     if "input" in job.remat.offloaded:
         host += model.embed * width / residual
     return kept - host, host
-
-
-def _inputs_kept(layout: Layout) -> int:
-    """Returns the inputs of chunks that a stage keeps; see `shardlib.train.pipeline.schedules`."""
-    stages, chunks = layout.stage, layout.chunks
-    if layout.microbatches < stages:
-        return layout.microbatches
-    most = 2 * stages - 3 if chunks == 1 else (chunks + 1) * stages - 3
-    return min(chunks * layout.microbatches, max(most, 1))
 
 
 def _layers_in_flight(job: Job, layout: Layout, *, reruns: bool) -> float:

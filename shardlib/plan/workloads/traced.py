@@ -10,21 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.cost import pricing
-from shardlib.cost.costs import RUNTIME_BYTES, Memory, StepTime
+from shardlib.cost.costs import RUNTIME_BYTES, CollectiveCost, Memory, StepTime
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import prices_cudnn, software_on
 from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.traced.costs import Tally, step_costs
 from shardlib.cost.traced.layout import nbytes
+from shardlib.cost.traced.stages import stage_collectives
 from shardlib.cost.traced.step import TracedStep, shards
 from shardlib.errors import RuleError
 from shardlib.functional.precision import Precision
 from shardlib.hardware import Cluster
 from shardlib.jaxprs import holds
+from shardlib.nn.stages import layer_faults
 from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes
 from shardlib.rules import STANDARD, AxisRules
+from shardlib.rules.resolve import STAGE
 from shardlib.sharding.partition import Placement
 
 _DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator"})
@@ -110,11 +113,12 @@ class TracedWorkload:
 
     def faults(self, layout: Layout) -> list[str]:
         """Returns the reasons why a layout cannot run, as sentences."""
-        if layout.stage > 1:
-            return [f"stage={layout.stage}: a traced program is not cut into stages"]
+        if layout.stage > 1 and (reasons := self._stage_faults(layout)):
+            return reasons
         if layout.expert > 1 and "expert" not in self.step.mesh_axes:
             return [f"expert={layout.expert}: the model has no experts"]
-        idle = [a for a in AXES if layout.size(a) > 1 and a not in self.step.mesh_axes]
+        used = {*self.step.mesh_axes, STAGE}
+        idle = [a for a in AXES if layout.size(a) > 1 and a not in used]
         if idle:
             return [
                 f"{a}={layout.size(a)}: the rules put nothing of this model on it" for a in idle
@@ -134,7 +138,7 @@ class TracedWorkload:
         where the layout allows it. Assumes that the loss is a mean over rows, whose positions meet
         in attention alone."""
         apart = layout.stateless and "expert" not in self.step.mesh_axes and not self._draws
-        return apart and layout.microbatches > 1
+        return apart and layout.microbatches > 1 and layout.stage == 1
 
     @functools.cached_property
     def _draws(self) -> bool:
@@ -195,7 +199,28 @@ class TracedWorkload:
         machine = pricing.Machine(
             layout, software, cluster, rates, links_of, self._wide(cluster, rates)
         )
+        costs.collectives_once += self.between_stages(layout, counts[0])
         return pricing.step_time(costs, machine)
+
+    def between_stages(self, layout: Layout, gradient: Tally) -> list[CollectiveCost]:
+        """Returns the collectives over `stage` in a step, from the costs of a microbatch."""
+        if layout.stage == 1:
+            return []
+        places = self.step.places(layout)["gradients"].values()
+        shared, moved = (
+            sum(math.prod(one.shape) / shards(one, layout) for one in places if of_kind(one))
+            for of_kind in (lambda one: not one.has_stages, lambda one: one.moved_stage)
+        )
+        width = jnp.dtype(self.precision.compute).itemsize
+        return stage_collectives(layout, gradient.carried_bytes, shared, moved, width)
+
+    def _stage_faults(self, layout: Layout) -> list[str]:
+        """Returns the reasons why a layout cannot cut the layers into stages."""
+        placed = self.step.places(layout)["params"].values()
+        num_layers, *others = {one.shape[0] for one in placed if one.has_stages} or {0}
+        if others or not num_layers:
+            return [f"stage={layout.stage}: the rules put no single stack of layers on it"]
+        return [fault.splitlines()[0] for fault in layer_faults(num_layers, layout.stage)]
 
     def late_axes(self, layout: Layout) -> tuple[str, ...]:
         """Returns the axes over which gradients are summed once a step."""
@@ -225,7 +250,7 @@ class TracedWorkload:
             + _held(layout, state, places["model_state"]),
             gradients=gradients,
             optimizer=_held(layout, jax.tree.leaves(self.step.opt_state), places["moments"]),
-            activations=kept,
+            activations=kept + layout.kept_inputs * costs.carried_bytes,
             recomputed=costs.peak_bytes - kept,
             gathered=self._gathered(layout, {**places["params"], **places["model_state"]}),
             runtime=RUNTIME_BYTES[cluster.platform],
@@ -260,7 +285,7 @@ class TracedWorkload:
             return 0.0
         width = jnp.dtype(self.precision.compute).itemsize
         sizes = (
-            math.prod(one.shape) / _stacked(one) / shards(one, layout, without="fsdp")
+            math.prod(one.shape) / _stacked(one) / shards(one, layout, without=("fsdp", STAGE))
             for one in places.values()
         )
         return 3.0 * width * max(sizes, default=0.0)

@@ -8,9 +8,9 @@ optimizer's update is a separate program, so that an update with matmuls is pric
 
 `sl.attention.attend` is priced as the kernel that a platform has for it, with what devices along
 `context` send each other. A traced program does not show other kernels that a compiler substitutes
-for operations (attention written out is priced as written), pipelines (`stage` is not supported),
-and what hand-written code would do on axes of more than one device (`jax.shard_map`, experts that
-exchange tokens).
+for operations (attention written out is priced as written), and what hand-written code would do on
+axes of more than one device (`jax.shard_map`, experts that exchange tokens). The layers of one
+`scan_layers` are divided where the rules cut them over `stage` (`cost.traced.stages`).
 """
 
 import contextlib

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.jaxprs import holds
 from shardlib.nn.stack import LayerStack, intercept
+from shardlib.nn.staged import stack_faults
 from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.execute import AXIS, CutLoss, Leaves, Part, Reads, Span, when
 
@@ -80,7 +79,7 @@ def trace_loss(
     def run(params: Leaves, part: Part, carry: PyTree) -> PyTree:
         stack = _reach(loss, params, part)
         carry, outputs, changed = stack.run(stack.state, carry, stack.per_layer)
-        faults.extend(_stack_faults(stack, outputs, changed))
+        faults.extend(stack_faults(stack, outputs, changed))
         made.append(jax.tree.structure(outputs))
         return carry
 
@@ -202,39 +201,6 @@ def _resume(loss: Loss, params: Leaves, part: Part, carry: PyTree, outputs: PyTr
 
     with intercept(give):
         return loss(params, part)
-
-
-def _stack_faults(stack: LayerStack, outputs: PyTree, changed: dict[Any, Any]) -> list[str]:
-    faults = []
-    if jax.tree.leaves(outputs):
-        shapes = ", ".join(f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(outputs))
-        faults.append(
-            f"each layer returns outputs in addition to the carry ({shapes}), which stages do not "
-            "collect.\n  Let `call` return the carry and None, and sum up metrics in the carry."
-        )
-    variables = dict(nnx.to_flat_state(stack.state))
-    kept = sorted(
-        "/".join(map(str, path))
-        for path in changed
-        if not isinstance(variables[path], nnx.RngState)
-    )
-    if kept:
-        faults.append(
-            f"the layers update variables when they are called: {', '.join(kept)}. A pipeline "
-            "runs every layer twice for each microbatch and keeps no order of updates.\n"
-            "  Use layers without running statistics, or a mesh without stage."
-        )
-    keys = [x for x in jax.tree.leaves(stack.carry) if _is_extended(x)]
-    if keys:
-        faults.append(
-            f"the carry of the layers holds {keys[0].dtype}, which stages cannot send.\n"
-            "  Let layers draw from streams of their own (nnx.Rngs)."
-        )
-    return faults
-
-
-def _is_extended(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _num_layers(stack: LayerStack) -> int:
