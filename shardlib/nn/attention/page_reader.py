@@ -22,6 +22,8 @@ _BLOCKS: dict[Reading, tuple[int, int]] = {"rows": (128, 128), "lanes": (16, 64)
 """Keys of a block, at least one page, of the row of a slot and the rows of a lane. They are equal
 for rows that are read apart, whose bits would else depend on where they stand. A row of a slot
 reads few keys beyond its position where its blocks are small."""
+_SLOTS = 8
+"""Rows of slots that `lanes` computes at once, each with keys of its own: cores share them."""
 # Finite: of a row that has seen nothing, exp(start - start) is 1.
 _START = -1e30
 
@@ -169,7 +171,7 @@ class _BlockReader(NamedTuple):
         self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
     ) -> _Sums:
         """Returns the sums of rows with a table each."""
-        tables = self._whole_blocks(tables)
+        over = query, seen, self._whole_blocks(tables)
 
         def of_row(row: tuple[jax.Array, _SeenPositions, jax.Array]) -> _Sums:
             query, seen, table = row
@@ -180,7 +182,14 @@ class _BlockReader(NamedTuple):
 
             return jax.lax.fori_loop(self._first(seen), self._end(seen.last), add, start)
 
-        return _mapped(of_row, (query, seen, tables), together=self.reading == "all")
+        if self.reading != "lanes":
+            return _mapped(of_row, over, together=self.reading == "all")
+        # Rows of about equal lengths, as all take as many blocks as the longest.
+        order = jnp.argsort(seen.last)
+        over = jax.tree.map(lambda x: x[order], over)
+        sums = jax.lax.map(of_row, over, batch_size=_SLOTS)
+        back = jnp.argsort(order)
+        return jax.tree.map(lambda x: x[back], sums)
 
     def of_lanes(
         self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
@@ -234,7 +243,7 @@ class _BlockReader(NamedTuple):
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
-            found = self._found(cache, pages).reshape(self.block, self.kv_heads, -1)
+            found = cache[self.layer, 0, pages].reshape(self.block, self.kv_heads, -1)
             found = jnp.moveaxis(found, 0, 1)
             if scales is None:
                 return found
@@ -246,19 +255,6 @@ class _BlockReader(NamedTuple):
         key = read(self.pages.key, self.pages.key_scale)
         value = read(self.pages.value, self.pages.value_scale)
         return key, jnp.where(is_own[:, None], value, 0)
-
-    def _found(self, cache: jax.Array, pages: jax.Array) -> jax.Array:
-        """Returns pages [n, page_size, width] of the layer."""
-        if self.reading == "all" or self.pages_a_block == 1:
-            return cache[self.layer, 0, pages]
-
-        # XLA for CPU gathers number by number, and copies a slice at once.
-        def copy(number: jax.Array, block: jax.Array) -> jax.Array:
-            page = cache[self.layer, 0, pages[number]]
-            return jax.lax.dynamic_update_index_in_dim(block, page, number, axis=0)
-
-        shape = self.pages_a_block, *cache.shape[3:]
-        return jax.lax.fori_loop(0, self.pages_a_block, copy, jnp.zeros(shape, cache.dtype))
 
     def _added(
         self,
