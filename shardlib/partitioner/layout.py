@@ -179,20 +179,20 @@ def _exchanges(dims: list[list[str]], want: Dims) -> list[_MoveStep]:
     for dim, target in enumerate(want):
         here, kept = dims[dim], _common(dims[dim], target)
         while len(here) > kept:
-            axis = here[-1]
-            to = next(
-                (
-                    other
-                    for other, goal in enumerate(want)
-                    if other != dim and [*dims[other], axis] == list(goal[: len(dims[other]) + 1])
-                ),
-                None,
+            # Several axes go together where they arrive in the same order.
+            moves = (
+                (axes, other)
+                for axes in (here[start:] for start in range(kept, len(here)))
+                for other, goal in enumerate(want)
+                if other != dim
+                and [*dims[other], *axes] == list(goal[: len(dims[other]) + len(axes)])
             )
-            if to is None:
+            axes, to = next(moves, ([], dim))
+            if not axes:
                 break
-            steps.append(_MoveStep("exchange", (axis,), dim, to))
-            here.pop()
-            dims[to].append(axis)
+            steps.append(_MoveStep("exchange", tuple(axes), dim, to))
+            del here[-len(axes) :]
+            dims[to].extend(axes)
         if len(here) > kept:
             steps.append(_MoveStep("gather", tuple(here[kept:]), dim))
             del here[kept:]
@@ -227,9 +227,7 @@ def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> ja
             # In mesh order, so that every device names them in the same order.
             x = lax.psum(x, tuple(axis for axis in sizes if axis in step.axes))
         elif step.kind == "exchange":
-            x = lax.all_to_all(
-                x, step.axes[0], split_axis=step.to, concat_axis=step.dim, tiled=True
-            )
+            x = lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
         elif step.kind == "gather":
             x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
         else:

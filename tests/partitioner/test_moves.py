@@ -24,6 +24,7 @@ SPECS = (
     ("data", "fsdp"),
     (("data", "fsdp"), "tensor"),
     ("tensor", ("data", "fsdp")),
+    (None, ("data", "fsdp")),
     (None, ("tensor", "data")),
     ("fsdp", ("tensor", "data")),
 )
@@ -71,6 +72,8 @@ def test_bytes_of_ring_collectives():
     pending = ValueLayout(((), ()), frozenset({"data"}))
     assert moved_bytes(800, cut, whole.dims, SIZES) == 400
     assert moved_bytes(800, cut, from_spec((None, "data"), 2).dims, SIZES) == 200
+    both = from_spec((("data", "fsdp"),), 2)
+    assert moved_bytes(800, both, from_spec((None, ("data", "fsdp")), 2).dims, SIZES) == 150
     assert moved_bytes(800, pending, cut.dims, SIZES) == 400
     assert moved_bytes(800, pending, whole.dims, SIZES) == 800
     assert moved_bytes(800, whole, cut.dims, SIZES) == 0
