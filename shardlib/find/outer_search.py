@@ -170,10 +170,11 @@ class _OuterSearch:
         """Queues the answer of a task, or what may be tried after it."""
         if task in self._tried or self._is_needless(task):
             return
-        least = _Rank(seconds=self._least_seconds(task))
-        if bound < least:
-            self._push(least, task)
-            return
+        for least_seconds in (self._least_work, self._least_seconds):
+            least = _Rank(seconds=least_seconds(task))
+            if bound < least:
+                self._push(least, task)
+                return
         self._tried.add(task)
         fewest = self._fewest_that_may_fit(task)
         if fewest != task.microbatches:
@@ -191,14 +192,18 @@ class _OuterSearch:
         if _is_tight(answer):
             self._push_recomputing(_Rank(), task)
 
+    def _least_work(self, task: _Task) -> float:
+        """Returns a lower bound of the seconds of a step that sends nothing."""
+        sizes = self._meshes[task.mesh].sizes
+        return self._program(task.program).least_seconds(sizes, task.microbatches)
+
     def _least_seconds(self, task: _Task) -> float:
         """Returns a lower bound of the seconds of a step."""
         extra = 0.0 if self._is_one else self._extra_seconds(task.mesh)
-        return self._program(task.program).least_seconds + extra
+        return self._least_work(task) + extra
 
     def _extra_seconds_of(self, mesh: int) -> float:
-        sizes, counts = self._meshes[mesh]
-        return self._program(0).extra_seconds(sizes, counts[0])
+        return self._program(0).extra_seconds(self._meshes[mesh].sizes)
 
     def _is_needless(self, task: _Task) -> bool:
         return any(

@@ -379,7 +379,12 @@ class LayoutProblem(IntegerProgram):
     def product_seconds(self) -> float:
         """Seconds of the products on all devices."""
         flops = sum(op.factors.flops * op.times for op in self.classes.operations if op.multiplies)
-        return _PRODUCTS * flops / self.network.degree(self.network.axes) / self.rates.flops
+        return self._products * flops / self.network.degree(self.network.axes) / self.rates.flops
+
+    @property
+    def _products(self) -> float:
+        """Products for each of the forward pass: a stage runs that of its layers again."""
+        return _PRODUCTS + (self.objective.stages > 1)
 
     def _add_operation(self, operation: OperationClass) -> None:
         """Adds the ways to cut an operation, and the moves of its operands and its result."""
@@ -472,9 +477,7 @@ class LayoutProblem(IntegerProgram):
         if not operation.multiplies:
             return 0.0
         parts = self.network.degree(axis for axes in cut.values() for axis in axes)
-        # A stage runs its layers again before their backward pass.
-        products = _PRODUCTS + (self.objective.stages > 1)
-        flops = products * operation.factors.flops * operation.times
+        flops = self._products * operation.factors.flops * operation.times
         seconds = flops / parts / self.rates.flops
         attention = operation.attention
         if attention is None:

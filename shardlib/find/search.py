@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -200,17 +200,29 @@ class Search:
         """Returns whether the state alone fits; otherwise there is nothing to solve."""
         return self.state_bytes(sizes) <= self.capacity_bytes
 
-    @functools.cached_property
-    def least_seconds(self) -> float:
-        """Seconds that a step takes at least on any mesh: those on one device, over the devices.
+    def least_seconds(self, sizes: Mapping[str, int], microbatches: int) -> float:
+        """Returns the seconds that a step takes at least: those on one device, over the devices.
 
         A device of a mesh computes on pieces of the same arrays, of which each has the same bytes
         and FLOPs in all, or more where devices have the same piece. A kernel needs at least the
         part of its seconds for a piece: it starts as often, and pads more.
-        """
-        return self.workload.step_time(Layout(), self.cluster).total / self.cluster.num_devices
 
-    def extra_seconds(self, sizes: Mapping[str, int], microbatches: int) -> float:
+        Stages run the forward pass of their layers twice, and idle for the time of a microbatch for
+        each other stage. The layers have their part of all kernels, as of products.
+        """
+        whole, forward = (seconds / self.cluster.num_devices for seconds in self._alone)
+        if sizes[STAGE] == 1:
+            return whole
+        idle = (sizes[STAGE] - 1) / microbatches * (whole + forward)
+        return whole + self.stages.part_of_flops * (forward + idle)
+
+    @functools.cached_property
+    def _alone(self) -> tuple[float, float]:
+        """Seconds of a step, and of its forward pass, on one device."""
+        whole = self.workload.step_time(Layout(), self.cluster).total
+        return whole, self.workload.forward_seconds(self.cluster)
+
+    def extra_seconds(self, sizes: Mapping[str, int]) -> float:
         """Returns seconds that a step takes at least on a mesh besides `least_seconds`, also with
         more recomputation or microbatches.
 
@@ -219,27 +231,11 @@ class Search:
         more microbatches gather parameters more often, and layers that are computed again repeat
         products and moves. Optimizer state in more parts only adds moves, and passes do not count.
         A mesh with more `data` or `fsdp` cuts rows as one that cuts them over `tensor` as well.
-        Stages share all of it, and idle for at least the products of their layers in one microbatch
-        for each other stage.
         """
-        least, products = self._relaxed(tuple(sizes.items()))
-        others = sizes[STAGE] - 1
-        idle = others / microbatches * products * self.stages.part_of_flops if others else 0.0
-        return max(least - products + idle, 0.0) / sizes[STAGE]
-
-    @functools.cached_property
-    def _relaxed(self) -> Callable[[tuple[tuple[str, int], ...]], tuple[float, float]]:
-        """Function from a mesh to the least seconds of products and moves of all stages, without
-        idle ones, and of products alone."""
-
-        def relaxed(sizes: tuple[tuple[str, int], ...]) -> tuple[float, float]:
-            objective = self._objective(Layout.of(dict(sizes)))
-            unlimited = dataclasses.replace(objective, capacity_bytes=math.inf)
-            problem = LayoutProblem(self.classes, unlimited)
-            least = problem.relaxed_seconds(("products", "parameters", "activations"))
-            return least, problem.product_seconds
-
-        return functools.cache(relaxed)
+        objective = dataclasses.replace(self._objective(Layout.of(sizes)), capacity_bytes=math.inf)
+        problem = LayoutProblem(self.classes, objective)
+        least = problem.relaxed_seconds(("products", "parameters", "activations"))
+        return max(least - problem.product_seconds, 0.0) / sizes[STAGE]
 
     @functools.cached_property
     def _rates(self) -> Rates:

@@ -39,7 +39,8 @@ def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
     for sizes in search.meshes():
         for microbatches in (1, 2, 4, 16):
             if microbatches in search.microbatch_counts(sizes):
-                bound = search.least_seconds + least.extra_seconds(sizes, microbatches)
+                bound = search.least_seconds(sizes, microbatches)
+                bound += least.extra_seconds(sizes)
                 assert bound > 0
                 found = search.on_mesh(sizes, microbatches, 60.0, alone=False)
                 quickest = min(p.seconds for p in found.prices if cut_as_the_mesh_says(p))
@@ -51,11 +52,11 @@ def test_the_bound_of_a_mesh_knows_what_it_sends():
     search = traced("none", "8xh100")
     alone = dict.fromkeys(SEARCHED, 1)
     apart, together = ({**alone, axis: 8} for axis in ("data", "tensor"))
-    assert search.extra_seconds(apart, 1) < search.extra_seconds(together, 1)
+    assert search.extra_seconds(apart) < search.extra_seconds(together)
 
 
 def test_the_bound_of_stages_knows_that_they_idle():
     search = traced("stacked", "8xh100")
     sizes = dict.fromkeys(SEARCHED, 1) | {"stage": 2, "data": 4}
-    few, many = (search.extra_seconds(sizes, parts) for parts in (2, 16))
+    few, many = (search.least_seconds(sizes, parts) for parts in (2, 16))
     assert few > 1.2 * many > 0

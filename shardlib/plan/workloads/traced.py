@@ -190,17 +190,31 @@ class TracedWorkload:
         wide = jnp.dtype(self.precision.compute).itemsize == 4
         counts = self.costs(layout, cluster.platform)
         late = self.late_axes(layout)
-        # The ring over `context` is not cuDNN's.
-        kernels = "cudnn" if prices_cudnn(cluster) and layout.context == 1 else "flash"
+        kernels = self._attention(layout, cluster)
         costs = step_costs(*counts, layout, late=late, sums_twice=not wide, attention=kernels)
+        costs.collectives_once += self.between_stages(layout, counts[0])
+        return pricing.step_time(costs, self._machine(layout, cluster))
+
+    def forward_seconds(self, cluster: Cluster) -> float:
+        """Returns the seconds of the kernels of the forward pass on one device."""
+        tally, _ = self.costs(Layout(), cluster.platform)
+        work = tally.work(attention=self._attention(Layout(), cluster))
+        spent = self._machine(Layout(), cluster).seconds(work)
+        return sum(seconds for (_, during), seconds in spent.items() if during == "forward")
+
+    def _attention(self, layout: Layout, cluster: Cluster) -> str:
+        """Returns the kernels of attention, as in `Software`."""
+        # The ring over `context` is not cuDNN's.
+        return "cudnn" if prices_cudnn(cluster) and layout.context == 1 else "flash"
+
+    def _machine(self, layout: Layout, cluster: Cluster) -> pricing.Machine:
+        """Returns a device of a layout."""
+        wide = jnp.dtype(self.precision.compute).itemsize == 4
         software = software_on(cluster, self.software)
         rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
         links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)
-        machine = pricing.Machine(
-            layout, software, cluster, rates, links_of, self._wide(cluster, rates)
-        )
-        costs.collectives_once += self.between_stages(layout, counts[0])
-        return pricing.step_time(costs, machine)
+        others = self._wide(cluster, rates)
+        return pricing.Machine(layout, software, cluster, rates, links_of, others)
 
     def between_stages(self, layout: Layout, gradient: Tally) -> list[CollectiveCost]:
         """Returns the collectives over `stage` in a step, from the costs of a microbatch."""
