@@ -199,11 +199,11 @@ class _OuterSearch:
 
     def _least_seconds(self, task: _Task) -> float:
         """Returns a lower bound of the seconds of a step."""
-        extra = 0.0 if self._is_one else self._extra_seconds(task.mesh)
-        return self._least_work(task) + extra
+        sizes = tuple(self._meshes[task.mesh].sizes.items())
+        return self._least_work(task) + (0.0 if self._is_one else self._extra_seconds(sizes))
 
-    def _extra_seconds_of(self, mesh: int) -> float:
-        return self._program(0).extra_seconds(self._meshes[mesh].sizes)
+    def _extra_seconds_of(self, sizes: tuple[tuple[str, int], ...]) -> float:
+        return self._program(0).extra_seconds(dict(sizes))
 
     def _is_needless(self, task: _Task) -> bool:
         return any(
