@@ -65,7 +65,7 @@ class EngineSizes:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the bits of a row do not depend on the rows beside it."""
+        """Whether the bits of a row do not depend on the other rows."""
         return self.least_drawn > 0
 
     @property

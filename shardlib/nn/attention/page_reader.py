@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from shardlib.nn.attention.mask import Mask
 
 Reading = Literal["rows", "lanes", "all"]
-"""The rows that read a block together: none, so that the result of a row has the same bits in any
-company; those of a lane; or all, as GPUs and TPUs do."""
+"""The rows that read a block together: none, so that the result of a row has the same bits whatever
+the other rows are; the rows of a lane; or all rows, as on GPUs and TPUs."""
 _BLOCKS: dict[Reading, tuple[int, int]] = {"rows": (128, 128), "lanes": (16, 64), "all": (512, 512)}
 """Keys of a block, at least one page, of the row of a slot and the rows of a lane. They are equal
 for rows that are read apart, whose bits would else depend on where they stand. A row of a slot
