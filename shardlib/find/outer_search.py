@@ -259,23 +259,30 @@ class _OuterSearch:
         """Returns the quickest of the best meshes by the programs that a device runs, for each of
         which more answers are tried. If that of the best mesh does not fit, it queues steps that
         hold less."""
-        lowered = self._answer(best, alone=True)
+        lowered = self._refined_answer(best)
         if lowered is None or not _fits(lowered):
             del self._fitting[best]
             self._push_smaller(rank, best)
             return None
-        others = [self._answer(task, alone=True) for task in self._near(best)]
+        others = [self._refined_answer(task) for task in self._near(best)]
         fitting = [lowered, *(one for one in others if one and _fits(one))]
         # The program of a pipeline is not written out, so that how much it hides is not known.
         hides = any(one.sizes[STAGE] > 1 for one in fitting)
         return min(fitting, key=functools.partial(self._rank, hides=hides))
 
+    def _refined_answer(self, task: _Task) -> FoundRules | None:
+        """Returns the best of more answers. A pipeline has no more."""
+        if self._meshes[task.mesh].sizes[STAGE] > 1:
+            return self._fitting[task]
+        return self._answer(task, alone=True)
+
     def _near(self, best: _Task) -> list[_Task]:
         """Returns the best steps that fit on the next best meshes."""
-        by_mesh: dict[int, _Task] = {}
+        by_mesh: dict[Layout, _Task] = {}
         for task in sorted(self._fitting, key=lambda task: (self._rank(self._fitting[task]), task)):
-            by_mesh.setdefault(task.mesh, task)
-        near = [task for mesh, task in by_mesh.items() if mesh != best.mesh]
+            by_mesh.setdefault(self._layout(task.mesh), task)
+        own = self._layout(best.mesh)
+        near = [task for mesh, task in by_mesh.items() if mesh != own]
         # The traced program prices layouts of rows at experts too high.
         left = near[_MOST_LOWERED - 1 :]
         with_experts = [task for task in left if self._meshes[task.mesh].sizes[EXPERT] > 1]
@@ -284,9 +291,12 @@ class _OuterSearch:
 
     def _without_answer(self) -> tuple[str, ...]:
         """Returns the meshes without an answer that fits because time was over."""
-        answered = {task.mesh for task in self._fitting}
-        late = [self._meshes[mesh].sizes for mesh in self._late if mesh not in answered]
-        return tuple(str(Layout.of(sizes)) for sizes in late)
+        answered = {self._layout(task.mesh) for task in self._fitting}
+        late = dict.fromkeys(self._layout(mesh) for mesh in self._late)
+        return tuple(str(mesh) for mesh in late if mesh not in answered)
+
+    def _layout(self, mesh: int) -> Layout:
+        return Layout.of(self._meshes[mesh].sizes)
 
     def _refuse(self) -> NoReturn:
         """Raises the error for a search without an answer."""

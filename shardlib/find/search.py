@@ -113,7 +113,7 @@ class Search:
     @functools.cached_property
     def stages(self) -> FoundStages:
         """The layers that stages of a pipeline divide."""
-        return stages_of(self.classes, self.traced.stacks)
+        return stages_of(self.classes, self.traced.stacks, self.traced.updated)
 
     def _can_cut(self, stages: int) -> bool:
         return self.given is None and self.stages.is_worth(stages)
@@ -156,6 +156,11 @@ class Search:
             raise MeshError(
                 f"the mesh has {STAGE}={stages}, but stages are found for models without given "
                 f"rules.\n  Leave out {STAGE}, or the rules for {name}."
+            )
+        if self.microbatches is not None and self.microbatches < stages:
+            raise MeshError(
+                f"{self.microbatches} microbatches leave some of {STAGE}={stages} without work.\n"
+                f"  Use microbatches={stages} or more, or fewer stages."
             )
         if faults := self.stages.faults(stages):
             reasons = "\n".join(faults)
@@ -210,17 +215,17 @@ class Search:
         Stages run the forward pass of their layers twice, and idle for the time of a microbatch for
         each other stage. The layers have their part of all kernels, as of products.
         """
-        whole, forward = (seconds / self.cluster.num_devices for seconds in self._alone)
+        whole, update, forward = (seconds / self.cluster.num_devices for seconds in self._alone)
         if sizes[STAGE] == 1:
             return whole
-        idle = (sizes[STAGE] - 1) / microbatches * (whole + forward)
+        idle = (sizes[STAGE] - 1) / microbatches * (whole - update + forward)
         return whole + self.stages.part_of_flops * (forward + idle)
 
     @functools.cached_property
-    def _alone(self) -> tuple[float, float]:
-        """Seconds of a step, and of its forward pass, on one device."""
-        whole = self.workload.step_time(Layout(), self.cluster).total
-        return whole, self.workload.forward_seconds(self.cluster)
+    def _alone(self) -> tuple[float, float, float]:
+        """Seconds of a step, of its update and of its forward pass on one device."""
+        time = self.workload.step_time(Layout(), self.cluster)
+        return time.total, time.optimizer, self.workload.forward_seconds(self.cluster)
 
     def extra_seconds(self, sizes: Mapping[str, int]) -> float:
         """Returns seconds that a step takes at least on a mesh besides `least_seconds`, also with
@@ -371,7 +376,10 @@ class Search:
             yield from self._apart(objective, layout)
         if layout.expert > 1 and lowers:
             yield "whole experts", dataclasses.replace(objective, experts=NONE)
-        if layout.tensor == 1 or layout.stage > 1:
+        if layout.tensor == 1:
+            return
+        if layout.stage > 1:
+            yield "nested", dataclasses.replace(objective, nested_params=True)
             return
         if lowers:
             nested = dataclasses.replace(objective, nested_params=True)
@@ -393,6 +401,11 @@ class Search:
     ) -> tuple[Price, dict[str, str]]:
         """Returns the price of other rules on a mesh, and how they place each parameter."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=microbatches)
+        if layout.stage > 1 and (faults := self._workload(rules, lowers=False).faults(layout)):
+            raise RuleError(
+                f"{name} cannot be compared on {layout}: {'; '.join(faults)}.\n"
+                f"  Add a rule that puts the layers on {STAGE}."
+            )
         mesh = abstract_mesh(str(layout), layout.num_devices)
         placed = place(self.traced.params, self.traced.module.axes, rules, mesh)
         shown = {
@@ -458,6 +471,7 @@ class Search:
             pinned_params=self._pinned_params(layout),
             experts=self._experts,
             microbatches=layout.microbatches,
+            params_alone=layout.stage > 1,  # A pipeline uses the rules of parameters alone.
             stages=layout.stage,
             layers=self.stages.params,
         )

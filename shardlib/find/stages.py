@@ -5,8 +5,9 @@ the integer program for that part.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from shardlib.find.axes import MOVE, SLICE
 from shardlib.find.equivalence import Classes
 from shardlib.find.problem import Solution
 from shardlib.nn.staged import MetStack
@@ -27,6 +28,8 @@ class FoundStages:
     """The tensor classes of stacked parameters."""
     axes: frozenset[int]
     """The axes of their layers."""
+    updates: tuple[str, ...]
+    """Faults of losses that update model state, or read the layers outside of their loop."""
     part_of_flops: float
     """Part of the products of the model that the layers compute, at least."""
 
@@ -37,10 +40,14 @@ class FoundStages:
             return [
                 f"a pipeline divides the layers of one scan_layers, and the loss {calls}.{_FIX}"
             ]
-        if len(self.axes) > 1:
-            return [f"a pipeline divides one stack of layers, and other loops run more.{_FIX}"]
+        if len(self.axes) != 1:
+            return [
+                f"{len(self.axes) or 'no'} loops of the loss run stacked parameters, and stages "
+                "are found for one: ranges of remat and other stacks are left out.\n"
+                "  Give all layers one policy in one stack, or leave stage out."
+            ]
         (stack,) = self.stacks
-        return [*stack.faults, *layer_faults(stack.num_layers, stages)]
+        return [*self.updates, *stack.faults, *layer_faults(stack.num_layers, stages)]
 
     def is_worth(self, stages: int) -> bool:
         """Returns whether a number of stages leaves few slots for layers idle."""
@@ -60,8 +67,9 @@ class FoundStages:
         return dataclasses.replace(solution, layouts=layouts, rules=rules)
 
 
-def stages_of(classes: Classes, stacks: Sequence[MetStack]) -> FoundStages:
-    """Returns the stack of layers of a model, for the stacks that its loss runs."""
+def stages_of(classes: Classes, stacks: Sequence[MetStack], updated: Sequence[str]) -> FoundStages:
+    """Returns the stack of layers of a model, for the stacks that its loss runs and the paths of
+    the model state that it updates."""
     params = frozenset(
         number
         for number, tensor in enumerate(classes.tensors)
@@ -69,7 +77,37 @@ def stages_of(classes: Classes, stacks: Sequence[MetStack]) -> FoundStages:
     )
     axes = frozenset(classes.tensors[number].axes[0] for number in params)
     trips = max((stack.num_layers for stack in stacks), default=0)
-    flops = [(op.factors.flops * op.times, op.times >= trips) for op in classes.operations]
-    total = sum(each for each, _ in flops)
-    part = sum(each for each, in_layers in flops if in_layers) / total if total else 0.0
-    return FoundStages(tuple(stacks), params, axes, part)
+    total = in_layers = 0.0
+    for operation in classes.operations:
+        flops = operation.factors.flops * operation.times
+        total += flops
+        # Another loop, such as one over chunks of the loss, reads parameters of its own.
+        reads = (edge.tensor for edge in operation.operands)
+        others = any(classes.tensors[number].copies and number not in params for number in reads)
+        in_layers += flops if operation.times >= trips and not others else 0.0
+    part = in_layers / total if total else 0.0
+    faults = _faults(classes, params, updated)
+    return FoundStages(tuple(stacks), params, axes, faults, part)
+
+
+def _faults(classes: Classes, params: Set[int], updated: Sequence[str]) -> tuple[str, ...]:
+    faults = []
+    if updated:
+        faults.append(
+            f"the model updates variables when it is called: {', '.join(updated[:4])}.\n"
+            "  Use a model without running statistics, or leave stage out."
+        )
+    outside = {
+        operation.name
+        for operation in classes.operations
+        if operation.name not in (SLICE, MOVE)
+        for edge in operation.operands
+        if edge.tensor in params
+    }
+    if outside:
+        faults.append(
+            "the loss reads variables of the stacked layers outside of scan_layers "
+            f"({', '.join(sorted(outside))}).\n"
+            "  Read them only inside the layers, or leave stage out."
+        )
+    return tuple(faults)

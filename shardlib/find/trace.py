@@ -49,6 +49,8 @@ class TracedLoss:
     """Why `attend` refuses devices along `context`."""
     stacks: tuple[MetStack, ...] = ()
     """The stacks of layers that a pipeline could divide."""
+    updated: tuple[str, ...] = ()
+    """The paths of the model state that the loss updates."""
 
 
 def fsdp_alone(axes: AxesByPath) -> AxisRules:
@@ -78,12 +80,13 @@ def trace_loss(
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = (params, model_state, batch, key)
-    traced, stacks = [], list[MetStack]()
+    traced, stacks, updated = [], list[MetStack](), list[str]()
 
     def forward(*arguments: PyTree) -> jax.Array:
         with stacks_met() as run:
-            total, _ = total_loss(module, precision, loss, *arguments)
-        stacks[:] = run
+            total, state = total_loss(module, precision, loss, *arguments)
+        stacks[:], after = run, named_leaves(state)
+        updated[:] = [p for p, x in named_leaves(arguments[1]).items() if after[p] is not x]
         return total
 
     met = names_met(FSDP, lambda: traced.append(jax.make_jaxpr(forward)(*arguments)))
@@ -111,6 +114,7 @@ def trace_loss(
         attention_is_met(),
         unshared_attention(),
         tuple(stacks),
+        tuple(updated),
     )
 
 

@@ -120,6 +120,11 @@ class LayerStack:
     remat: str
     tags: tuple[str, ...] | None
 
+    @property
+    def num_layers(self) -> int:
+        """Length of the leading dim."""
+        return _length((self.state, self.per_layer))
+
     def run(
         self, state: PyTree, carry: PyTree, per_layer: PyTree
     ) -> tuple[Any, Any, dict[Any, Any]]:
@@ -142,8 +147,9 @@ class LayerStack:
             return carry, (outputs, _changed(before, after, type(layer).__name__))
 
         layers, results = (state, per_layer), []
-        num_layers = _length((self.state, self.per_layer))
-        runs = remat_policies.runs(self.remat, num_layers, length=_length(layers), tags=self.tags)
+        runs = remat_policies.runs(
+            self.remat, self.num_layers, length=_length(layers), tags=self.tags
+        )
         for run, part in zip(runs, _cut(layers, [run.num_layers for run in runs]), strict=True):
             wrapped = remat_policies.apply(run.policy, body, tags=self.tags, in_scan=True)
             carry, result = jax.lax.scan(wrapped, carry, part)

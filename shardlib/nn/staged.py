@@ -31,10 +31,10 @@ def stacks_met() -> Iterator[list[MetStack]]:
 
     def run(stack: LayerStack) -> tuple[Any, Any, dict[Any, Any]]:
         results = _, outputs, changed = stack.run(stack.state, stack.carry, stack.per_layer)
-        sent = [x for x in jax.tree.leaves(stack.carry) if not _is_extended(x)]
-        num_layers = jax.tree.leaves(stack.state)[0].shape[0]
+        sent = [x for x in _carry(stack) if not _is_extended(x)]
         faults = tuple(stack_faults(stack, outputs, changed))
-        met.append(MetStack(num_layers, sum(x.size * x.dtype.itemsize for x in sent), faults))
+        num_bytes = sum(x.size * x.dtype.itemsize for x in sent)
+        met.append(MetStack(stack.num_layers, num_bytes, faults))
         return results
 
     with intercept(run):
@@ -63,7 +63,7 @@ def stack_faults(stack: LayerStack, outputs: PyTree, changed: dict[Any, Any]) ->
             "runs every layer twice for each microbatch and keeps no order of updates.\n"
             "  Use layers without running statistics, or a mesh without stage."
         )
-    keys = [x for x in jax.tree.leaves(stack.carry) if _is_extended(x)]
+    keys = [x for x in _carry(stack) if _is_extended(x)]
     if keys:
         faults.append(
             f"the carry of the layers holds {keys[0].dtype}, which stages cannot send.\n"
@@ -72,5 +72,10 @@ def stack_faults(stack: LayerStack, outputs: PyTree, changed: dict[Any, Any]) ->
     return faults
 
 
-def _is_extended(x: jax.Array) -> bool:
+def _carry(stack: LayerStack) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the carry, which may hold Python numbers."""
+    return jax.tree.leaves(jax.eval_shape(lambda: stack.carry))
+
+
+def _is_extended(x: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -2,9 +2,11 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
-from unannotated_lm import LM, Recomputed, Stacked, loss, shapes
+from unannotated_lm import LM, VOCAB, Recomputed, Stacked, loss, shapes
 
 import shardlib as sl
 from shardlib.cost.layout import Layout
@@ -60,3 +62,33 @@ def test_the_bound_of_stages_knows_that_they_idle():
     sizes = dict.fromkeys(SEARCHED, 1) | {"stage": 2, "data": 4}
     few, many = (search.least_seconds(sizes, parts) for parts in (2, 16))
     assert few > 1.2 * many > 0
+
+
+def chunked(model, rows):
+    """Computes the head in as many chunks as there are layers, and more."""
+    x = model.hidden(rows["tokens"])
+
+    def chunk(total, part):
+        x, targets = part
+        with jax.numpy_dtype_promotion("standard"):
+            logits = model.head(model.norm(x)).astype(jnp.float32)
+        return total + optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum(), None
+
+    parts = jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), (x, rows["targets"]))
+    return jax.lax.scan(chunk, jnp.float32(0), parts)[0] / rows["targets"].size
+
+
+@pytest.mark.parametrize("one", [loss, chunked])
+def test_the_layers_are_told_from_other_loops(one):
+    """Of 12 E^2 + 2 T E multiplications of a token in each layer, and E V in the head."""
+    found = sl.find_rules(
+        MAKES["stacked"],
+        loss=one,
+        batch=shapes(64, 512),
+        optimizer=optax.adamw(1e-3),
+        on="8xh100",
+        mesh="fsdp=8",
+    )
+    layers = 2 * (12 * 1024**2 + 2 * 512 * 1024)
+    part = found.compare.func.__self__.stages.part_of_flops
+    assert part == pytest.approx(layers / (layers + 1024 * VOCAB), rel=0.01)

@@ -2,15 +2,14 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from unannotated_lm import LM, Stacked, batch, loss, shapes
+from unannotated_lm import LM, Stacked, batch, loss, run_layer, shapes
 
 import shardlib as sl
-from shardlib.errors import DoesNotFitError, MeshError
+from shardlib.errors import DoesNotFitError, MeshError, RuleError
 from shardlib.explain.analysis.collectives import collectives
 from shardlib.registry import DataSpec
 from shardlib.testing import assert_equivalent
@@ -143,22 +142,57 @@ def test_stages_are_not_found_beside_given_rules():
         find(mesh="stage=2,fsdp=4", rules=given)
 
 
-class Running(Stacked):
-    """Its layers update a variable."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.count = sl.stack_layers(lambda rngs: nnx.BatchNorm(128, rngs=rngs), 2, rngs)
+class Counted(Stacked):
+    """Carries a number, and runs layers without parameters over inputs of their own."""
 
     def __call__(self, tokens):
-        x = super().__call__(tokens)
-        with jax.numpy_dtype_promotion("standard"):
-            scale, _ = sl.scan_layers(
-                lambda norm, x, _: (norm(x), None), self.count, jnp.ones((4, 128))
-            )
-        return x * scale.mean()
+        def layer(block, carry, weight):
+            x, number = carry
+            return (run_layer(block, x, None)[0] * weight, number), None
+
+        scales = jnp.ones((4,))
+        (x, _), _ = sl.scan_layers(layer, self.blocks, (self.tokens(tokens), 0.0), scales)
+        x, _ = sl.scan_layers(lambda _, x, scale: (x * scale, None), nnx.Dict(), x, scales)
+        return self.head(self.norm(x))
 
 
-def test_two_stacks_are_not_cut():
-    with pytest.raises(MeshError, match=r"calls it 2 times\.\n  Make all layers with stack_layers"):
-        find(Running, mesh="stage=2,fsdp=4")
+def test_every_scan_of_layers_is_traced():
+    assert find(Counted, mesh="fsdp=8").sizes["stage"] == 1
+
+
+def penalized(model, rows):
+    kernels = model.blocks.up.kernel.get_value()
+    return loss(model, rows) + 1e-3 * jnp.sum(kernels.astype(jnp.float32) ** 2)
+
+
+class Normed(Stacked):
+    """Updates statistics outside of its layers."""
+
+    def __init__(self, rngs, **sizes):
+        super().__init__(rngs, **sizes)
+        self.norm = nnx.BatchNorm(128, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("make", "model_loss", "match"),
+    [
+        (Stacked, penalized, "reads variables of the stacked layers outside"),
+        (Normed, loss, "updates variables when it is called: norm/mean, norm/var"),
+        (Counted, loss, "calls it 2 times"),
+    ],
+    ids=["penalty", "statistics", "two stacks"],
+)
+def test_losses_that_no_pipeline_runs_are_refused(make, model_loss, match):
+    with pytest.raises(MeshError, match=match):
+        find(make, model_loss, mesh="stage=2,fsdp=4")
+
+
+def test_each_stage_needs_a_microbatch():
+    with pytest.raises(MeshError, match=r"1 microbatches .* stage=2 .*\n  Use microbatches=2"):
+        find(mesh="stage=2,fsdp=4", microbatches=1)
+
+
+def test_rules_without_stages_are_not_compared_with_a_pipeline():
+    found = find(mesh="stage=2,fsdp=4", microbatches=2)
+    with pytest.raises(RuleError, match="fsdp rules cannot be compared on stage=2,fsdp=4"):
+        found.compared_with(sl.rules.FSDP, "fsdp rules")

@@ -191,6 +191,13 @@ def test_more_microbatches_leave_stages_idle_for_less_time():
     assert of(found) == ("stage=8", None, 16)
 
 
+def test_a_pipeline_with_other_microbatches_is_no_other_mesh():
+    """Another mesh is written out, and turns out quicker."""
+    staged = {n: Step(1 + n / 100, 5) for n in (8, 16, 32, 64)}
+    quick = {"stage=8": staged, "fsdp=8": Step(2, 5, lowered=Step(0.5, 5))}
+    assert search(Program(None, quick.items())).mesh_text == "fsdp=8"
+
+
 def test_what_is_hidden_decides_beside_stages():
     """Only the program of a device shows it, and that of a pipeline is not written out."""
     steps = {"fsdp=8": Step(1, 9, unhidden=3), "stage=8": {8: Step(2, 9)}}

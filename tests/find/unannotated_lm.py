@@ -76,9 +76,11 @@ class Stacked(LM):
         super().__init__(rngs, layers=1, dim=dim, heads=heads)
         self.blocks = sl.stack_layers(lambda rngs: Block(dim, heads, rngs), layers, rngs)
 
+    def hidden(self, tokens):
+        return sl.scan_layers(run_layer, self.blocks, self.tokens(tokens))[0]
+
     def __call__(self, tokens):
-        x, _ = sl.scan_layers(run_layer, self.blocks, self.tokens(tokens))
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.hidden(tokens)))
 
 
 def loss(model, batch):

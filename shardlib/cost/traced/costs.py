@@ -79,7 +79,8 @@ class Tally:
         if other.staged is not None:
             self.staged = self.staged or Tally()
             self.staged.add(other.staged, times)
-            self.num_layers, self.carried_bytes = other.num_layers, other.carried_bytes
+            self.num_layers = other.num_layers
+            self.carried_bytes = max(self.carried_bytes, other.carried_bytes)
 
     def work(
         self, during: Pass | None = None, *, part: str | None = None, attention: str = "flash"
@@ -360,8 +361,10 @@ class _Run:
         total = Tally(peak_bytes=costs.peak_bytes)
         stages = next((x.spec[0] for x in ins[fixed + carried :] if x.spec[0] == (STAGE,)), ())
         if stages:
+            # The loop of the backward pass also carries gradients of what layers share.
             passed = zip(body.outvars[:carried], outs[:carried], strict=True)
-            total.carried_bytes = sum(self.spread.num_bytes(v.aval, laid) for v, laid in passed)
+            if self.during == "forward":
+                total.carried_bytes = sum(self.spread.num_bytes(v.aval, laid) for v, laid in passed)
             total.staged, total.num_layers = Tally(), trips
             total.staged.add(costs, trips / self.spread.shards(stages))
         else:

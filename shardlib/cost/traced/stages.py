@@ -5,14 +5,14 @@ shardlib keeps the input of each microbatch alone, and runs its layers again bef
 pass (`shardlib.train.pipeline`).
 """
 
+from collections.abc import Iterable
+
 from shardlib.cost.costs import CollectiveCost
 from shardlib.cost.layout import Layout
 from shardlib.cost.traced.costs import Tally
 from shardlib.cost.traced.layout import Spec, spec_of
 from shardlib.rules.resolve import STAGE
 from shardlib.sharding.partition import Placement
-
-_FLOAT32 = 4
 
 
 def spec_in_step(placement: Placement) -> Spec:
@@ -38,22 +38,19 @@ def rerun(staged: Tally) -> Tally:
 
 
 def stage_collectives(
-    layout: Layout, carried_bytes: float, shared: float, moved: float, width: int
+    layout: Layout, carried_bytes: float, *, summed_bytes: float, moved_bytes: Iterable[float]
 ) -> list[CollectiveCost]:
     """Returns the collectives over `stage` in a step.
 
     Args:
         layout: The layout of the step.
         carried_bytes: Bytes that a device sends to the next stage for a microbatch.
-        shared: Elements of a device of parameters that all stages hold.
-        moved: Elements of a device of layers that `stage` does not divide.
-        width: Bytes of an element of parameters during the step.
+        summed_bytes: Bytes of a device of the gradients that all stages share.
+        moved_bytes: Bytes of a device of layers that `stage` does not divide, which come to their
+            stages once a step, and of their gradients, which go back.
     """
     turns = layout.chunks * layout.microbatches + layout.stage - 1
     sends = CollectiveCost(STAGE, "shift", (STAGE,), carried_bytes, 1.0, 2 * turns, "data", "any")
-    summed = CollectiveCost("data", "all_reduce", (STAGE,), shared * _FLOAT32)
-    # Layers come to stages with unequally many of them once a step, and their gradients go back.
-    exchanged = [
-        CollectiveCost(STAGE, "all_to_all", (STAGE,), moved * each) for each in (width, _FLOAT32)
-    ]
-    return [sends, summed, *(exchanged if moved else [])]
+    summed = CollectiveCost("data", "all_reduce", (STAGE,), summed_bytes)
+    moved = [CollectiveCost(STAGE, "all_to_all", (STAGE,), each) for each in moved_bytes if each]
+    return [sends, summed, *moved]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -220,17 +220,27 @@ class TracedWorkload:
         """Returns the collectives over `stage` in a step, from the costs of a microbatch."""
         if layout.stage == 1:
             return []
-        places = self.step.places(layout)["gradients"].values()
-        shared, moved = (
-            sum(math.prod(one.shape) / shards(one, layout) for one in places if of_kind(one))
-            for of_kind in (lambda one: not one.has_stages, lambda one: one.moved_stage)
-        )
+        places = self.step.places(layout)
+        trained, frozen = places["gradients"].values(), places["model_state"].values()
+
+        def elements(placed: Iterable[Placement]) -> float:
+            return sum(math.prod(one.shape) / shards(one, layout) for one in placed)
+
         width = jnp.dtype(self.precision.compute).itemsize
-        return stage_collectives(layout, gradient.carried_bytes, shared, moved, width)
+        return stage_collectives(
+            layout,
+            gradient.carried_bytes,
+            summed_bytes=4.0 * elements(one for one in trained if not one.has_stages),
+            moved_bytes=[
+                width * elements(one for one in (*trained, *frozen) if one.moved_stage),
+                4.0 * elements(one for one in trained if one.moved_stage),
+            ],
+        )
 
     def _stage_faults(self, layout: Layout) -> list[str]:
         """Returns the reasons why a layout cannot cut the layers into stages."""
-        placed = self.step.places(layout)["params"].values()
+        places = self.step.places(layout)
+        placed = (*places["params"].values(), *places["model_state"].values())
         num_layers, *others = {one.shape[0] for one in placed if one.has_stages} or {0}
         if others or not num_layers:
             return [f"stage={layout.stage}: the rules put no single stack of layers on it"]

@@ -18,6 +18,7 @@ from shardlib.optim.build import build_optimizer
 from shardlib.plan.result import Plans
 from shardlib.registry import DataSpec, family
 from shardlib.rules import AxisRules, RulesConfig
+from shardlib.rules.resolve import STAGE
 from shardlib.run.checks import check_fit
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
@@ -56,7 +57,10 @@ def with_found_rules(
             return json.dumps({"error": str(error)})
         table = section_of(found.rules, found.mesh_text)
         why = _why(found, devices)
-        return json.dumps({"rules": to_dict(table), "remat": found.remat, "why": why})
+        told = {"rules": to_dict(table), "remat": found.remat, "why": why}
+        # The fewest microbatches that fit would leave stages idle for longest.
+        parts = found.microbatches if found.sizes[STAGE] > 1 else None
+        return json.dumps(told | {"microbatches": parts})
 
     told = json.loads(Peers().decide("rules", "", search))
     if failed:
@@ -67,6 +71,9 @@ def with_found_rules(
     mesh = rules.found_for if config.mesh == AUTO else config.mesh
     if told["remat"] is not None:
         config = config.with_remat(told["remat"])
+    if told["microbatches"] is not None:
+        train = dataclasses.replace(config.train, microbatches=told["microbatches"])
+        config = dataclasses.replace(config, train=train)
     return dataclasses.replace(config, rules=rules, mesh=mesh), {"auto rules": told["why"]}
 
 
@@ -189,6 +196,9 @@ def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunCo
         config = config.with_remat(began.remat)
     if not same or config.remat != began.remat:
         return None
+    if config.train.microbatches == AUTO and before.sizes.get(STAGE, 1) > 1:
+        train = dataclasses.replace(config.train, microbatches=began.train.microbatches)
+        config = dataclasses.replace(config, train=train)
     return dataclasses.replace(config, rules=began.rules, mesh=mesh)
 
 

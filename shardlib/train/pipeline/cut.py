@@ -100,7 +100,7 @@ def trace_loss(
         any(holds(traced.jaxpr, name) for traced in (first, middle, last))
         for name in ("ppermute", "sharding_constraint")
     )
-    return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains, (first, last))
+    return LossTrace(made[0].num_layers, reads, made[1], sends, constrains, (first, last))
 
 
 def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) -> None:
@@ -201,10 +201,6 @@ def _resume(loss: Loss, params: Leaves, part: Part, carry: PyTree, outputs: PyTr
 
     with intercept(give):
         return loss(params, part)
-
-
-def _num_layers(stack: LayerStack) -> int:
-    return jax.tree.leaves(stack.state)[0].shape[0]
 
 
 def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:
