@@ -9,7 +9,7 @@ from shardlib.errors import DoesNotFitError, PartitionError, RuleError, did_you_
 from shardlib.find.problem import LayoutProblem, Solution
 from shardlib.find.program import Part
 from shardlib.humanize import duration, size
-from shardlib.rules.resolve import Kind
+from shardlib.rules.resolve import STAGE, Kind
 
 Names = Mapping[int, tuple[str | None, ...]]
 """The names of the dims of each tensor class."""
@@ -120,6 +120,7 @@ class Questions:
                 f"the rules have no axis {name!r}.{did_you_mean(name, every)}\n"
                 f"  Axes: {', '.join(every)}."
             )
+        self._refuse_stages(name, axes)
         have = self.problem.network.axes
         if wrong := [axis for axis in axes if axis not in have]:
             raise RuleError(
@@ -127,6 +128,16 @@ class Questions:
                 f"  Mesh axes: {', '.join(have)}."
             )
         return table, name, axes  # type: ignore[return-value]
+
+    def _refuse_stages(self, name: str, axes: Sequence[str]) -> None:
+        objective = self.problem.objective
+        layers = {row[0] for number, row in self.names.items() if number in objective.layers}
+        if objective.stages > 1 and (name in layers or STAGE in axes):
+            raise RuleError(
+                f"in a pipeline {STAGE} cuts the layers and nothing else: {name!r} cannot have this "
+                "rule.\n"
+                f"  Find rules for a mesh without {STAGE}, and compare their prices."
+            )
 
     def _named(self, table: Kind) -> Iterator[str]:
         for number, row in self.names.items():

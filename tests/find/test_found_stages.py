@@ -196,3 +196,12 @@ def test_rules_without_stages_are_not_compared_with_a_pipeline():
     found = find(mesh="stage=2,fsdp=4", microbatches=2)
     with pytest.raises(RuleError, match="fsdp rules cannot be compared on stage=2,fsdp=4"):
         found.compared_with(sl.rules.FSDP, "fsdp rules")
+
+
+@pytest.mark.parametrize("rule", ["layers: null", "up: stage"])
+def test_nothing_else_cuts_the_layers_of_a_pipeline(rule):
+    found = find(mesh="stage=2,fsdp=4", microbatches=2)
+    with pytest.raises(
+        RuleError, match=r"stage cuts the layers.*\n  Find rules for a mesh without"
+    ):
+        found.why_not(rule)
