@@ -6,6 +6,9 @@ So does the work of a program, cut over all devices, with what the mesh makes ev
 least of both programs and numbers has the least of it. A program is therefore traced, and solved on
 a mesh, only while it may be quicker than every step that fits.
 
+In a pipeline more microbatches leave stages idle for less time, so that each number of them counts
+as a mesh of its own.
+
 Three exceptions are known. Where memory decides the layout of a step that fits, a program that
 keeps less may have a quicker layout: more recomputation is tried as well, and more microbatches
 are not. A value that is cheap to make may be computed again in less time than it takes to read:

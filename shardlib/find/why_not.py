@@ -134,8 +134,8 @@ class Questions:
         layers = {row[0] for number, row in self.names.items() if number in objective.layers}
         if objective.stages > 1 and (name in layers or STAGE in axes):
             raise RuleError(
-                f"in a pipeline {STAGE} cuts the layers and nothing else: {name!r} cannot have this "
-                "rule.\n"
+                f"in a pipeline {STAGE} cuts the layers and nothing else, so that {name!r} cannot "
+                "have this rule.\n"
                 f"  Find rules for a mesh without {STAGE}, and compare their prices."
             )
 
