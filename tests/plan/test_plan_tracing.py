@@ -228,6 +228,17 @@ def test_a_stage_runs_its_part_of_the_layers_and_their_forward_pass_twice(stages
     )
 
 
+def test_a_stage_writes_what_its_backward_pass_reads_once():
+    """More recomputation is not quicker, as in a step without stages."""
+    layout = Layout(stage=3, fsdp=2, microbatches=6)
+    none, full = (llama(remat).step_time(layout, H100S).total for remat in ("none", "full"))
+    assert none < full
+    layers = llama().costs(layout)[0].staged
+    kept = llama().costs(dataclasses.replace(layout, stage=1))[0].kept_bytes
+    written = layers.fused_bytes["recompute"] - layers.fused_bytes["forward"]
+    assert written == pytest.approx(kept / 3, rel=0.1)
+
+
 def test_a_stage_holds_its_layers_and_the_inputs_of_its_microbatches():
     layout = Layout(stage=3, fsdp=2, microbatches=6)
     parts = dataclasses.replace(layout, stage=1)

@@ -79,6 +79,7 @@ class Tally:
         if other.staged is not None:
             self.staged = self.staged or Tally()
             self.staged.add(other.staged, times)
+            self.staged.kept_bytes += other.staged.kept_bytes * times
             self.num_layers = other.num_layers
             self.carried_bytes = max(self.carried_bytes, other.carried_bytes)
 
@@ -361,12 +362,17 @@ class _Run:
         total = Tally(peak_bytes=costs.peak_bytes)
         stages = next((x.spec[0] for x in ins[fixed + carried :] if x.spec[0] == (STAGE,)), ())
         if stages:
-            # The loop of the backward pass also carries gradients of what layers share.
-            passed = zip(body.outvars[:carried], outs[:carried], strict=True)
-            if self.during == "forward":
-                total.carried_bytes = sum(self.spread.num_bytes(v.aval, laid) for v, laid in passed)
+            own = trips / self.spread.shards(stages)
             total.staged, total.num_layers = Tally(), trips
-            total.staged.add(costs, trips / self.spread.shards(stages))
+            total.staged.add(costs, own)
+            # The loop of the backward pass also carries gradients of what layers share.
+            if self.during == "forward":
+                held = [
+                    self.spread.num_bytes(v.aval, laid)
+                    for v, laid in zip(body.outvars, outs, strict=True)
+                ]
+                total.carried_bytes = sum(held[:carried])
+                total.staged.kept_bytes = own * sum(held[carried:])
         else:
             total.add(costs, trips)
         for var, laid in zip(body.outvars[:carried], outs[:carried], strict=True):

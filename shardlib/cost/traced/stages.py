@@ -25,7 +25,8 @@ def spec_in_step(placement: Placement) -> Spec:
 
 
 def rerun(staged: Tally) -> Tally:
-    """Returns the counts of layers that also run their forward pass once more, as recomputation."""
+    """Returns the counts of layers that also run their forward pass once more, as recomputation.
+    Only then they write what the backward pass reads."""
     again = Tally()
     again.add(staged, 1)
     for counts in (again.products, again.attended, again.moved):
@@ -34,6 +35,7 @@ def rerun(staged: Tally) -> Tally:
                 counts["recompute", what] += count  # type: ignore[index]
     for passes in (again.fused_bytes, again.exponentials, again.kernels):
         passes["recompute"] += passes["forward"]
+    again.fused_bytes["forward"] -= staged.kept_bytes  # type: ignore[assignment]
     return again
 
 

@@ -196,11 +196,14 @@ class TracedWorkload:
         return pricing.step_time(costs, self._machine(layout, cluster))
 
     def forward_seconds(self, cluster: Cluster) -> float:
-        """Returns the seconds of the kernels of the forward pass on one device."""
+        """Returns the seconds of the kernels of the forward pass on one device, without those to
+        write what the backward pass reads."""
         tally, _ = self.costs(Layout(), cluster.platform)
         work = tally.work(attention=self._attention(Layout(), cluster))
-        spent = self._machine(Layout(), cluster).seconds(work)
-        return sum(seconds for (_, during), seconds in spent.items() if during == "forward")
+        machine = self._machine(Layout(), cluster)
+        spent = machine.seconds(work)
+        forward = sum(seconds for (_, during), seconds in spent.items() if during == "forward")
+        return max(forward - tally.kept_bytes / machine.rates.memory, 0.0)
 
     def _attention(self, layout: Layout, cluster: Cluster) -> str:
         """Returns the kernels of attention, as in `Software`."""
