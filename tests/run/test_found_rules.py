@@ -19,7 +19,7 @@ import shardlib as sl
 from shardlib import run
 from shardlib.cli import main
 from shardlib.config import configclass, from_dict, load
-from shardlib.errors import ConfigError, DoesNotFitError, RuleError
+from shardlib.errors import ConfigError, DoesNotFitError, MeshError, RuleError
 from shardlib.hardware import parse_cluster
 from shardlib.nn import remat
 from shardlib.plan.request import Question
@@ -97,6 +97,21 @@ class Deep(nnx.Module):
 
 DEEP = ModelFamily(
     config=DeepConfig, make=lambda c, data, rngs: Deep(data.size, c, rngs), loss=error
+)
+
+
+class Stacked(nnx.Module):
+    """Four layers in one stack."""
+
+    def __init__(self, size, width, rngs):
+        self.layers = sl.stack_layers(lambda rngs: Plain(size, width, rngs), 4, rngs)
+
+    def __call__(self, x):
+        return sl.scan_layers(lambda layer, x, _: (layer(x), None), self.layers, x)[0]
+
+
+STACKED = dataclasses.replace(
+    FAMILY, make=lambda c, data, rngs: Stacked(data.size, c.width, rngs), config=DeepConfig
 )
 
 
@@ -182,6 +197,21 @@ def test_microbatches_are_as_few_as_fit(config):
     with pytest.raises(DoesNotFitError):
         find_for_run(_with(config, 1), H100, lambda text: None)
     assert "found for fsdp=8, 16 microbatches: " in resolve(config, H100).choices["auto rules"]
+
+
+def test_a_pipeline_has_the_microbatches_that_were_found(config):
+    """The fewest that fit would leave stages idle for longest."""
+    words = f"model.name={HERE}:STACKED", "mesh=stage=4,data=2", "train.global_batch=65536"
+    began = resolve(config(*words, "train.microbatches=auto"), H100)
+    parts = began.config.train.microbatches
+    assert parts > 4
+    assert f", {parts} microbatches" in began.choices["auto rules"]
+    again = resolve(config(*words, "train.microbatches=auto"), H100, began=began.recorded)
+    assert again.config.train.microbatches == parts
+    with pytest.raises(MeshError, match=r"1 microbatches leave some of stage=4 without work"):
+        resolve(config(*words, "train.microbatches=1"), H100)
+    with pytest.raises(ConfigError, match=r"schedule is interleaved.*1f1b.*\n  Set"):
+        resolve(config(*words, "train.pipeline.schedule=interleaved"), H100)
 
 
 def _with(config, microbatches):

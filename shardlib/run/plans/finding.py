@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shardlib.checkpoint.consensus import Peers
 from shardlib.config import from_dict, to_dict
 from shardlib.data import batch_spec
-from shardlib.errors import RuleError, ShardlibError
+from shardlib.errors import ConfigError, RuleError, ShardlibError
 from shardlib.find import FoundRules, find_rules
 from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
@@ -99,6 +99,12 @@ def find_for_run(
     optimizer = build_optimizer(config.optimizer, steps=config.train.steps, global_batch=rows)
     cluster = _priced(devices)
     mesh = None if config.mesh == AUTO else MeshConfig.parse(config.mesh)
+    schedule = config.train.pipeline.schedule
+    if mesh is not None and mesh.sizes.get(STAGE, 1) != 1 and schedule != "1f1b":
+        raise ConfigError(
+            f"train.pipeline.schedule is {schedule}, but rules=auto prices 1f1b.\n"
+            "  Set train.pipeline.schedule=1f1b, or give rules."
+        )
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
