@@ -68,7 +68,7 @@ class IntegerProgram:
 
     def relaxed_seconds(self, parts: Collection[Part]) -> float:
         """Returns the least costs of some parts if variables may have all values between 0 and 1,
-        of which no solution has less; infinity if there is no solution."""
+        a lower bound of every solution; infinity without a solution."""
         costs = [cost * (p in parts) for cost, p in zip(self.costs, self.parts, strict=True)]
         found, scale = self._highs(costs, np.zeros(len(costs), int), (0.0, 1.0), {})
         return math.inf if found.fun is None else found.fun / scale

@@ -1,7 +1,7 @@
 """Stages of a pipeline: whether the layers of a model can be cut into them, and the rule for it.
 
-Each stage holds and runs an equal part of the layers on its part of the mesh, under the rules of
-the integer program for that part.
+Each stage holds and runs its layers on its part of the mesh, under the rules of the integer program
+for that part.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ def chunked(model, rows):
 
 @pytest.mark.parametrize("one", [loss, chunked])
 def test_the_layers_are_told_from_other_loops(one):
-    """Of 12 E^2 + 2 T E multiplications of a token in each layer, and E V in the head."""
+    """A token takes 12 E^2 + 2 T E multiplications in each layer, and E V in the head."""
     found = sl.find_rules(
         MAKES["stacked"],
         loss=one,

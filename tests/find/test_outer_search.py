@@ -225,7 +225,7 @@ def test_an_error_proposes_nothing_that_was_searched():
 
 
 def test_a_mesh_that_cannot_be_the_quickest_is_not_solved():
-    """What the least recomputation sends on a mesh bounds the steps of all programs."""
+    """The traffic of the program that recomputes least bounds the steps of all programs."""
     steps = {"fsdp=8": Step(3, 13), "tensor=8": Step(9, 13), "data=8": Step(3.9, 13)}
     none = Program("none", steps.items(), extra={"tensor=8": 4.5, "data=8": 2.5})
     fits = {mesh: Step(step.seconds + 1, 9) for mesh, step in steps.items()}
