@@ -1,9 +1,8 @@
 """Arguments of the engine, checked before anything is queued or allocated."""
 
 import dataclasses
-import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 import jax
@@ -41,8 +40,9 @@ def prompt_list(prompts: Any) -> list[Any]:
     """Returns a list of prompts, also of a single one."""
     if isinstance(prompts, str | bytes):
         return [prompts]
-    # Answers come in the order of their prompts, and a set has no order.
-    if isinstance(prompts, Mapping | set | frozenset) or not has_items(prompts):
+    # Answers come in the order of their prompts: a set has no order, and what of a mapping are its
+    # prompts is not known.
+    if isinstance(prompts, Mapping | Set | ValuesView) or not has_items(prompts):
         raise ModelError(
             f"the prompts are {reprlib.repr(prompts)}.\n"
             "  Give a text, token ids, or a list of these."
@@ -75,8 +75,10 @@ def token_ids(prompt: Any) -> tuple[int, ...]:
         ids.dtype == object and all(type(one) is int for one in ids.flat)
     )
     if ids.size and (ids.ndim != 1 or not is_integers):
+        is_array = hasattr(prompt, "dtype")
+        given = f"{ids.dtype}{list(ids.shape)}" if is_array else reprlib.repr(prompt)
         raise ModelError(
-            f"the prompt is {ids.dtype}{list(ids.shape)}, expected a text or integers [n].\n"
+            f"the prompt is {given}, expected a text or integers [n].\n"
             "  Give the text, or the list of its token ids."
         )
     return tuple(ids.tolist())
@@ -128,12 +130,14 @@ def check_options(servable: Servable, **options: Any) -> None:
 
 def check_limits(priority: Any, timeout_seconds: Any) -> None:
     """Raises `ModelError` for a priority that is not an integer, and for a time that is not a
-    number of seconds. A scheduler could not compare another priority."""
+    number of seconds which can be added to a clock. A scheduler could not compare another
+    priority."""
     wrong = []
     if not is_integer(priority):
         wrong.append(f"priority={priority!r}, which must be an integer")
-    if timeout_seconds is not None and not is_number(timeout_seconds, 0, math.inf):
-        wrong.append(f"timeout_seconds={timeout_seconds!r}, which must be 0 or more")
+    if timeout_seconds is not None and not is_number(timeout_seconds, 0, 1e38):
+        given = reprlib.repr(timeout_seconds)
+        wrong.append(f"timeout_seconds={given}, which must be a number from 0 to 1e38, or None")
     if wrong:
         raise ModelError(f"the request has {'; '.join(wrong)}.\n  Change these values.")
 

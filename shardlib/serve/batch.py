@@ -22,6 +22,8 @@ from shardlib.serve.responses import response
 
 _AHEAD = 2
 """Prompts that wait for each prompt that runs."""
+_COLUMNS = ["custom_id", "url", "body"]
+"""What is read of a row."""
 
 
 @dataclasses.dataclass
@@ -244,7 +246,7 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
         raise DataError(fault)
     lines = _of_parquet(source) if source.suffix == ".parquet" else _of_json(source)
     for where, row in lines:
-        missing = [name for name in ("custom_id", "url", "body") if name not in row]
+        missing = [name for name in _COLUMNS if name not in row]
         if missing or not isinstance(row["custom_id"], str):
             raise DataError(
                 f"{where} has no {', '.join(missing) or 'text as custom_id'}.\n"
@@ -266,14 +268,20 @@ def _of_json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_parquet(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in enumerate(_parquet_rows(source), 1):
-        where, body = f"row {number} of {source}", row.get("body")
+        where = f"row {number} of {source}"
+        if binary := [name for name in _COLUMNS if isinstance(row.get(name), bytes)]:
+            raise DataError(
+                f"{where} has bytes, and not text, in the column {', '.join(binary)}.\n"
+                "  Write the column as strings."
+            )
         try:
-            body = json.loads(body) if isinstance(body, str) else body
+            if isinstance(body := row.get("body"), str):
+                row["body"] = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"the body of {where} is not JSON: {error}.\n  Repair the row."
             ) from None
-        yield where, row | {"body": body}
+        yield where, row
 
 
 def _parquet_rows(source: Path) -> Iterator[dict[str, Any]]:
@@ -281,12 +289,22 @@ def _parquet_rows(source: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
 
     try:
-        for batch in parquet.ParquetFile(source, page_checksum_verification=True).iter_batches():
+        file = parquet.ParquetFile(source, page_checksum_verification=True)
+        _check_names(source, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=_COLUMNS):
             yield from batch.to_pylist()
     # Damage shows at any page, and in texts that are not UTF-8 as a ValueError.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"{source} cannot be read: {why}.\n  Write the file again.") from None
+
+
+def _check_names(source: Path, names: list[str]) -> None:
+    """Raises `DataError` if columns share a name: which of them a row means is not known."""
+    if shared := [name for name in _COLUMNS if names.count(name) > 1]:
+        raise DataError(
+            f"{source} has more than one column {', '.join(shared)}.\n  Rename or drop the others."
+        )
 
 
 def _checked_ids(source: Path) -> set[str]:

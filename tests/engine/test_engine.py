@@ -263,6 +263,7 @@ OF_OTHER_TYPES = [
     # It could not be compared with that of other requests, and each step would fail.
     {"priority": "high"},
     {"timeout_seconds": math.nan},
+    {"timeout_seconds": math.inf},
     # NumPy compares complex numbers by their real parts first.
     {"temperature": np.complex64(1 + 2j)},
     {"timeout_seconds": np.complex64(1)},
@@ -282,12 +283,18 @@ def test_values_of_other_types_are_refused(engine, options):
 
 
 def test_what_is_not_a_prompt_or_a_sampling_is_refused(engine):
-    for prompts in (None, 3, {"a": 1}, {"a"}, np.asarray(3)):
+    views = {"a": 1}.keys(), {"a": 1}.values(), {1: 2}.items()
+    for prompts in (None, 3, {"a": 1}, {"a"}, np.asarray(3), *views):
         message = f"the prompts are {prompts!r}.\n  Give a text, token ids, or a list of these."
         with pytest.raises(ModelError, match=re.escape(message)):
             engine.generate(prompts)
-    with pytest.raises(ModelError, match=r"the prompt is .*S3.*, expected a text or integers"):
-        engine.generate(b"abc")
+    for prompts, given in ((b"abc", "b'abc'"), ([b"a"], "[b'a']"), ([None], "[None]")):
+        message = f"the prompt is {given}, expected a text or integers [n].\n  Give the text"
+        with pytest.raises(ModelError, match=re.escape(message)):
+            engine.generate(prompts)
+    with pytest.raises(ModelError, match=r"timeout_seconds=1000.*, which must be .*\n  Change"):
+        # It is below infinity, and no float holds it.
+        engine.submit(" 1", timeout_seconds=10**400)
     with pytest.raises(ModelError, match=rf"the prompt has the tokens {10**40}, but"):
         engine.submit([10**40])
     with pytest.raises(ModelError, match=r"sampling is dict.\n  Give"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 
 import pytest
@@ -158,6 +159,35 @@ def test_requests_of_parquet(engine, tmp_path):
     parquet.write_table(Table.from_pylist(rows), tmp_path / "in.parquet")
     answer_batch(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine, SPEAKER)
     assert responses(tmp_path / "out.jsonl").keys() == {"r0", "r1", "r2"}
+
+
+def test_columns_of_parquet_that_are_refused_before_anything_is_computed(engine, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+    columns = [("custom_id", "a"), ("url", "/v1/completions"), ("body", '{"prompt": "a"}')]
+
+    def write(columns):
+        arrays = [pyarrow.array([value]) for _, value in columns]
+        table = pyarrow.Table.from_arrays(arrays, names=[name for name, _ in columns])
+        parquet.write_table(table, source)
+
+    def refused(columns, message):
+        write(columns)
+        with pytest.raises(DataError, match=re.escape(message)):
+            answer_batch(source, out, engine, SPEAKER)
+        assert not out.exists()
+
+    refused(columns[:2], f"row 1 of {source} has no body.\n  Write rows as")
+    for name, value in columns:
+        refused([*columns, (name, "b")], f"{source} has more than one column {name}.\n  Rename")
+        others = [one for one in columns if one[0] != name]
+        message = f"row 1 of {source} has bytes, and not text, in the column {name}.\n  Write"
+        refused([*others, (name, value.encode())], message)
+    # Columns that nobody reads.
+    write([*columns, ("note", b"a"), ("note", "b")])
+    assert answer_batch(source, out, engine, SPEAKER).refused == 0
 
 
 def test_damaged_parquet_is_refused_before_anything_is_computed(engine, tmp_path):
