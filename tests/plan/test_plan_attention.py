@@ -28,7 +28,7 @@ ON = {"tpu": parse_cluster("v5p-16"), "gpu": parse_cluster("8xh100")}
 
 
 @functools.cache
-def llama(platform, **options):
+def llama(platform, rules=sl.rules.STANDARD, **options):
     config = transformer.FAMILY.config(
         num_layers=LAYERS,
         embed_dim=EMBED,
@@ -45,7 +45,7 @@ def llama(platform, **options):
         optax.adamw(1e-3),
         functools.partial(transformer.FAMILY.loss, train=True),
         dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)),
-        rules=sl.rules.STANDARD,
+        rules=rules,
         precision="bf16",
         platform=platform,
     )
@@ -87,6 +87,17 @@ def test_kernels_keep_no_scores(platform, remat):
     if remat == "none":
         formula = peak_memory(JOB, layout, cluster)
         assert kernel.activations == pytest.approx(formula.activations, rel=0.5)
+
+
+def test_heads_are_cut_as_attend_asks_the_rules_for_them():
+    """Rows that `tensor` cuts elsewhere are exchanged for heads."""
+    either = {name: ["tensor", None] for name in ("heads", "kv_heads", "mlp", "vocab")}
+    rules = sl.rules.STANDARD.override(activations={**either, "length": "tensor"})
+    layout, cluster = Layout(tensor=2), ON["tpu"]
+    apart, whole = (llama("tpu", rules=one) for one in (rules, sl.rules.STANDARD))
+    assert apart.step_time(layout, cluster).attention == whole.step_time(layout, cluster).attention
+    sent = {m.kind for _, m in apart.costs(layout, "tpu")[0].moved if m.axes == ("tensor",)}
+    assert "all_to_all" in sent
 
 
 def test_model_flops_are_those_of_all_pairs():

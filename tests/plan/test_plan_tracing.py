@@ -50,9 +50,9 @@ UNFUSED = Software(attention="unfused")
 
 
 @functools.cache
-def llama(remat="none", optimizer="adamw"):
+def llama(remat="none", optimizer="adamw", rules=sl.rules.STANDARD, layers=LAYERS):
     config = transformer.FAMILY.config(
-        num_layers=LAYERS,
+        num_layers=layers,
         embed_dim=EMBED,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
@@ -68,7 +68,7 @@ def llama(remat="none", optimizer="adamw"):
         optax.contrib.muon(1e-2) if optimizer == "muon" else optax.adamw(1e-3),
         functools.partial(transformer.FAMILY.loss, train=True),
         dict.fromkeys(names, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)),
-        rules=sl.rules.STANDARD,
+        rules=rules,
         precision="bf16",
         batch_axes=dict.fromkeys(names, ("batch", "length")),
     )
@@ -185,6 +185,31 @@ def test_a_transformers_collectives_are_those_of_the_closed_forms(sizes):
         residual = 2 * EMBED * LENGTH * BATCH / layout.batch_shards
         expected = (4 * LAYERS + 2) * residual
         assert moved["all_reduce", ("tensor",)] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}])
+def test_a_residual_stream_in_parts_is_gathered_and_scattered_twice_a_layer_each_way(sizes):
+    """Korthikanti et al. 2022, section 4.2.2: as much as whole sequences send. The gradient of a
+    sum is gathered once for both products that read it."""
+    layout = Layout(**sizes)
+    moved = traffic(llama(rules=sl.rules.SEQUENCE), layout, of_param=False)
+    residual = 2 * EMBED * LENGTH * BATCH / layout.batch_shards
+    over = {kind: size for (kind, axes), size in moved.items() if axes == ("tensor",)}
+    assert set(over) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert over["all_gather"] == (4 * LAYERS + 1) * residual
+    table = 2 * VOCAB * EMBED  # of the gradient of the embedding, to which devices have own rows
+    assert over["reduce_scatter"] == (4 * LAYERS + 2) * residual + table
+    # The loss sums a maximum, a sum and a target of each row in float32, and whether it is one.
+    assert over["all_reduce"] == (3 * 4 + 1) * LENGTH * BATCH / layout.batch_shards
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+def test_loops_scatter_the_gradients_of_each_layer(sizes):
+    """A device never holds the whole gradients of all layers."""
+    layout = Layout(**sizes)
+    few, many = (llama(layers=layers).peak_memory(layout, H100S) for layers in (2, 8))
+    assert many.recomputed == pytest.approx(few.recomputed, rel=0.01)
+    assert many.gradients > 2 * few.gradients
 
 
 def test_both_models_time_a_transformer_alike():

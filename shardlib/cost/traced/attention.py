@@ -19,6 +19,7 @@ Shardings = list[ValueSharding]
 _FLOAT32 = 4
 _KEY_VALUES = (1, 2)
 """Positions of the keys and values among operands, and of their gradients among results."""
+_HEAD_NAMES = "heads", "kv_heads"
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "shift"]
 
 
@@ -28,15 +29,26 @@ def description(equation: Equation) -> RowAttention | None:
     return what if isinstance(what, RowAttention) else None
 
 
+def ruled_heads(spread: Spreading, shape: tuple[int, ...], name: str) -> Axes:
+    """Returns the mesh axes by which the rules cut heads, as in `nn.attention.region`."""
+    return spread.resolve(("batch", None, name, "head_dim"), shape, "activations")[2]
+
+
 def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Returns the layouts of the results, and records what devices send: operands in other layouts,
     and keys and values along `context`.
 
-    Rows and heads stay cut, and positions along `context` alone. Key-value heads that are not cut
-    as query heads are whole; each device reads the ones that its query heads share.
+    Rows stay cut, and positions along `context` alone. `attend` cuts heads as the rules say; in
+    other attention they stay cut. Key-value heads that are not cut as query heads are whole; each
+    device reads the ones that its query heads share.
     """
     query, key = (_cut(laid.spec) for laid in shardings[:2])
     what = description(equation)
+    if what is not None:
+        query, key = (
+            (*cut[:2], ruled_heads(spread, var.aval.shape, name))
+            for cut, var, name in zip((query, key), equation.invars, _HEAD_NAMES, strict=False)
+        )
     shares_rows = what is None or what.shares_rows
     wanted = query[0], query[1] if shares_rows else (), query[2]
     # Mesh axes of devices that share key-value heads.

@@ -20,8 +20,9 @@ from shardlib.cost.machine.kernels import FLASH_TIMES, FusedAttention, Product, 
 from shardlib.cost.traced.attention import attention_flops, description
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
+from shardlib.cost.traced.partners import Partners
 from shardlib.cost.traced.primitives import keeps_summands, results
-from shardlib.cost.traced.products import PRODUCTS, product
+from shardlib.cost.traced.products import PRODUCTS, RAGGED, product
 from shardlib.cost.traced.tiles import lane_padding, least_padding, operand_padding
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 from shardlib.nn.attention.kernel import Kernel
@@ -171,6 +172,10 @@ def _collectives(
             size /= math.prod(layout.size(axis) for axis in group)
 
 
+_SAME_SHAPE = ("convert_element_type", "neg", "copy", "reduce_precision")
+"""Operations that a sum may follow in place of going before them."""
+
+
 class Walk:
     """Walker of a program that propagates layouts from its arguments and counts costs."""
 
@@ -183,13 +188,34 @@ class Walk:
         self.sizes, self.resolve, self.platform = sizes, resolve, platform
 
     def run(
-        self, jaxpr: Any, shardings: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
+        self,
+        jaxpr: Any,
+        shardings: Sequence[ValueSharding],
+        stack: str = "",
+        *,
+        gradients: Sequence[Spec] = (),
     ) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the results, and the costs of one run of a `jax.core.Jaxpr`, whose
         constants and arguments have the layouts `shardings`. `stack` is the name stack of the
-        caller; `peak_bytes` leaves out the first `apart` results."""
+        caller. It brings the first results to the layouts `gradients`, which loops do with those
+        that they sum; `peak_bytes` leaves them out."""
         run = _Run(self, flatten(jaxpr, compiled=True), shardings, stack)
-        return run.outs(apart), run.costs
+        return run.outs(gradients), run.costs
+
+    def body(
+        self,
+        jaxpr: Any,
+        shardings: Sequence[ValueSharding],
+        stack: str,
+        wanted: Sequence[Spec | None] = (),
+    ) -> tuple[list[ValueSharding], Tally]:
+        """Returns what `run` does for the program of a loop or a branch, whose captured arrays are
+        whole. Results that are sums are scattered to the layouts `wanted`."""
+        captured = [replicated(var.aval) for var in jaxpr.constvars]
+        program = flatten(jaxpr, compiled=True)
+        run = _Run(self, program, (*captured, *shardings), stack)
+        outs = run.outs((), wanted)
+        return run.scattered(outs, wanted), run.costs
 
 
 class _Result(NamedTuple):
@@ -213,14 +239,19 @@ class _Run:
         self.env: dict[Any, ValueSharding] = dict(zip(program.invars, shardings, strict=True))
         self.of_kernels: set[Any] = set()
         """Operands and results of attention kernels."""
+        self.partners = Partners(program, self.spread, self.env)
         self.known: dict[tuple[int, tuple[ValueSharding, ...]], _Result] = {}
 
-    def outs(self, apart: int) -> list[ValueSharding]:
-        """Runs the program and returns the layouts of its results."""
+    def outs(
+        self, gradients: Sequence[Spec], wanted: Sequence[Spec | None] = ()
+    ) -> list[ValueSharding]:
+        """Runs the program and returns the layouts of its results, of which the first have the
+        layouts `gradients` or `wanted` in the end."""
+        self.wanted = self._wanted_of_loops([*gradients, *wanted])
         groups = fusion(self.program, self.walk.platform)
         kernels = (one for one in self.program.operations if one.name == OPAQUE)
         self.of_kernels = {v for one in kernels for v in (*one.invars, *one.outvars)}
-        live = Live(self.program, groups, set(self.program.outvars[:apart]))
+        live = Live(self.program, groups, set(self.program.outvars[: len(gradients)]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
             self.during = pass_of(stack, "forward")
@@ -229,6 +260,43 @@ class _Run:
         self._fused()
         self.costs.peak_bytes = live.peak
         return [self._read(value) for value in self.program.outvars]
+
+    def _wanted_of_loops(self, wanted: Sequence[Spec | None]) -> dict[Any, Spec]:
+        """Returns the layouts in which results of loops end."""
+        made: dict[Any, Operation] = {
+            out: one for one in self.program.operations for out in one.outvars
+        }
+        found = {}
+        value: Any
+        for value, spec in zip(self.program.outvars, wanted, strict=False):
+            while spec is not None and value in made and made[value].name in _SAME_SHAPE:
+                value = made[value].invars[0]
+            if spec is not None and value in made and made[value].name == "scan":
+                found[value] = spec
+        return found
+
+    def scattered(
+        self, outs: Sequence[ValueSharding], wanted: Sequence[Spec | None]
+    ) -> list[ValueSharding]:
+        """Returns the layouts of results that are sums over mesh axes of their wanted layouts after
+        these sums."""
+        self.during = pass_of(self.stack, "forward")
+        given = dict(enumerate(wanted))
+        return [
+            self._scattered(var.aval, laid, given.get(number))
+            for number, (var, laid) in enumerate(zip(self.program.outvars, outs, strict=True))
+        ]
+
+    def _scattered(self, aval: Any, laid: ValueSharding, wanted: Spec | None) -> ValueSharding:
+        spec = self.spread.fitting(aval.shape, wanted) if wanted is not None else ()
+        over = {axis for axes in spec for axis in axes}
+        now = tuple(axis for axis in laid.partial if axis in over)
+        if not now:
+            return laid
+        left = tuple(axis for axis in laid.partial if axis not in over)
+        summed = dataclasses.replace(laid, partial=now, is_param=True)
+        spec = self.spread.relaid(aval, summed, spec).spec
+        return ValueSharding(spec, left, laid.is_param, laid.width if left else 0)
 
     def _operation(self, index: int, operation: Operation, stack: str) -> float:
         """Lays out the results of an operation. Returns the peak bytes of the program that it
@@ -263,6 +331,8 @@ class _Run:
     ) -> list[ValueSharding]:
         """Returns the layouts of the results of an operation without an inner program, and counts
         what it sends and multiplies. Layers repeat: equal operations are laid out once."""
+        if operation.name in PRODUCTS and operation.name not in RAGGED:
+            ins = self.partners.taken(operation, ins)
         key = self.program.kinds[index], tuple(ins)
         if key not in self.known:
             sent: list[Moved] = []
@@ -332,15 +402,8 @@ class _Run:
         if operation.name == "while":
             return self._while(operation, ins, stack)
         branches = [branch.jaxpr for branch in operation.params["branches"]]
-        runs = [self._inner(branch, ins[1:], stack) for branch in branches]
+        runs = [self.walk.body(branch, ins[1:], stack) for branch in branches]
         return max(runs, key=lambda run: run[1].flops() + run[1].peak_bytes)
-
-    def _inner(
-        self, jaxpr: Any, ins: Sequence[ValueSharding], stack: str
-    ) -> tuple[list[ValueSharding], Tally]:
-        """Walks the program of a loop or a branch; arrays that it has captured are whole."""
-        captured = [replicated(var.aval) for var in jaxpr.constvars]
-        return self.walk.run(jaxpr, (*captured, *ins), stack)
 
     def _scan(
         self, operation: Operation, ins: list[ValueSharding], stack: str
@@ -354,11 +417,13 @@ class _Run:
             for v, laid in zip(operation.invars[fixed : fixed + carried], carry, strict=True)
         ]
         xs = [dataclasses.replace(laid, spec=laid.spec[1:]) for laid in ins[fixed + carried :]]
-        outs, costs = self._inner(body, (*consts, *carry, *xs), stack)
+        stacks = [self.wanted.get(var) for var in operation.outvars[carried:]]
+        wanted = [*(None,) * carried, *(None if spec is None else spec[1:] for spec in stacks)]
+        outs, costs = self.walk.body(body, (*consts, *carry, *xs), stack, wanted)
         # From the second iteration on the body receives the carry in the layout that it returns.
         settled = [dataclasses.replace(laid, partial=(), is_param=False) for laid in outs[:carried]]
         if [laid.spec for laid in settled] != [laid.spec for laid in carry]:
-            outs, costs = self._inner(body, (*consts, *settled, *xs), stack)
+            outs, costs = self.walk.body(body, (*consts, *settled, *xs), stack, wanted)
         total = Tally(peak_bytes=costs.peak_bytes)
         stages = next((x.spec[0] for x in ins[fixed + carried :] if x.spec[0] == (STAGE,)), ())
         if stages:
@@ -387,7 +452,7 @@ class _Run:
         params = operation.params
         skipped, fixed = params["cond_nconsts"], params["body_nconsts"]
         consts, carry = ins[skipped : skipped + fixed], ins[skipped + fixed :]
-        outs, costs = self._inner(params["body_jaxpr"].jaxpr, (*consts, *carry), stack)
+        outs, costs = self.walk.body(params["body_jaxpr"].jaxpr, (*consts, *carry), stack)
         return [dataclasses.replace(laid, partial=()) for laid in outs], costs
 
     def _fused(self) -> None:

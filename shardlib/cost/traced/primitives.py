@@ -94,6 +94,18 @@ def product_layout(
     return contracted(spread, avals, shardings, window)
 
 
+def result_dims(equation: Equation) -> list[dict[int, int]]:
+    """Returns for each operand of a `dot_general` the dims that its result has, by its own dim;
+    none for other products."""
+    if equation.primitive.name != "dot_general":
+        return [{}, {}]
+    avals = [v.aval for v in equation.invars[:2]]
+    dims, batch = equation.params["dimension_numbers"]
+    place = _dot_places(avals, dims, batch)
+    found = [{d: place(i, d) for d in range(len(aval.shape))} for i, aval in enumerate(avals)]
+    return [{dim: at for dim, at in one.items() if at is not None} for one in found]
+
+
 def _dot_places(
     avals: Sequence[Aval], dims: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
 ) -> Callable[[int, int], int | None]:

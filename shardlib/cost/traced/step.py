@@ -190,7 +190,8 @@ class TracedStep:
         shardings += [replicated(var.aval) for var in jaxpr.invars[len(shardings) :]]
         constants = [replicated(var.aval) for var in jaxpr.constvars]
         walk = self._on(degrees, parts, platform)
-        outs, costs = walk.run(jaxpr, (*constants, *shardings), apart=len(params))
+        gradients = [spec_in_step(one) for one in places["gradients"].values()]
+        outs, costs = walk.run(jaxpr, (*constants, *shardings), gradients=gradients)
         return outs[: len(params)], costs
 
     def _sum(
