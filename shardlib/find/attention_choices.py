@@ -6,6 +6,7 @@ not divide the key-value heads.
 """
 
 import collections
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardlib.find.context import CONTEXT
@@ -43,6 +44,10 @@ class AttentionChoices:
         self._program, self._network, self._batch = program, network, batch
         attentions = [one.attention for one in classes.operations if one.attention]
         self._heads = [columns[name] for name in ("heads", "kv_heads") if name in columns]
+        for rules, axis in itertools.product(self._heads if attentions else (), network.axes):
+            # Of a mesh axis with both rules, heads would be whole, as `head_dim` may take it first.
+            both = *columns.get("head_dim", {}).items(), *rules.items()
+            program.row([(column, 1.0) for cut, column in both if axis in cut], 0, 1)
         if attentions and not self._heads:
             options = {cut: program.variable(0.0, "rules", whole=True) for cut in cuts}
             program.row([(column, 1.0) for column in options.values()], 1, 1)

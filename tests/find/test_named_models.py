@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
+from shardlib.errors import DoesNotFitError
 from shardlib.registry import DataSpec
 from shardlib_models.transformer import FAMILY
 from shardlib_models.transformer_config import TransformerConfig
@@ -58,6 +59,16 @@ def test_they_send_no_more_than_standard(mesh):
         return sum(c.folded_bytes for c in report.collectives)
 
     assert sent(find(mesh=mesh).rules) <= 1.02 * sent(sl.rules.STANDARD)
+
+
+@pytest.mark.mesh
+def test_one_mesh_axis_does_not_cut_heads_and_their_dims():
+    """`attend` would find its heads whole wherever the rule of `head_dim` comes first."""
+    problem = find(mesh="fsdp=2,tensor=4").questions.problem
+    rules = {"heads": ("tensor",)}
+    assert problem.solution(60.0, rules).rules["head_dim"] == ()
+    with pytest.raises(DoesNotFitError):
+        problem.solution(60.0, rules | {"head_dim": ("tensor",)})
 
 
 def test_rows_that_a_loss_constrains_to_be_whole_are_whole():
