@@ -21,6 +21,9 @@ class Network:
         self.sizes = {axis: link.size for axis, link in links.items()}
         """Devices along each axis."""
         self._moves: dict[tuple, float] = {}
+        self.of_edges: dict[tuple, list[list[tuple[Dims, float]]]] = {}
+        """The moves of operands and results, as in `EdgeMoves.into`, which all problems on a mesh
+        share."""
 
     def degree(self, axes: Iterable[str]) -> int:
         """Returns the product of the sizes of some axes."""

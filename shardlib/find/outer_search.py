@@ -203,10 +203,11 @@ class _OuterSearch:
     def _least_seconds(self, task: _Task) -> float:
         """Returns a lower bound of the seconds of a step."""
         sizes = tuple(self._meshes[task.mesh].sizes.items())
-        return self._least_work(task) + (0.0 if self._is_one else self._extra_seconds(sizes))
+        extra = 0.0 if self._is_one else self._extra_seconds(sizes, task.microbatches)
+        return self._least_work(task) + extra
 
-    def _extra_seconds_of(self, sizes: tuple[tuple[str, int], ...]) -> float:
-        return self._program(0).extra_seconds(dict(sizes))
+    def _extra_seconds_of(self, sizes: tuple[tuple[str, int], ...], microbatches: int) -> float:
+        return self._program(0).extra_seconds(dict(sizes), microbatches)
 
     def _is_needless(self, task: _Task) -> bool:
         return any(

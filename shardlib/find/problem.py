@@ -13,7 +13,6 @@ Parallelism for Distributed Deep Learning", section 4; here classes repeat, and 
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -24,9 +23,10 @@ from shardlib.errors import PartitionError, ShardlibError
 from shardlib.find.attention_choices import AttentionChoices
 from shardlib.find.axes import SLICE
 from shardlib.find.context import CONTEXT, exchange_seconds
+from shardlib.find.edge_moves import EdgeMoves
 from shardlib.find.equivalence import Classes, Edge, OperationClass, TensorClass
 from shardlib.find.experts import EXPERT, NONE, FoundExperts
-from shardlib.find.moves import Network, is_nested, keeps_blocks, num_changes
+from shardlib.find.moves import Network
 from shardlib.find.named_choices import NamedChoices
 from shardlib.find.opt_state import StateCuts
 from shardlib.find.program import IntegerProgram, Part
@@ -45,13 +45,8 @@ _UPDATE_PASSES = 7 * 4
 read, and all but the gradient written, in float32 (Loshchilov and Hutter 2019, algorithm 2)."""
 _RULE_SHARE = 0.002
 """Cost of a rule, as a share of the least time of a step: near ties go to the shorter table."""
-_MAX_CHANGES = {"param": 2, "activation": 1}
-"""Mesh axes that a move may change. More only add steps between two layouts."""
 _MOST_ALIKE = 0.75
 """Part of the layouts that a solution may share with a forbidden one."""
-
-Move = tuple[int, tuple[Dims, Dims, frozenset[str]]]
-"""How often a move happens, its two layouts, and the axes along which a sum is pending."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +146,14 @@ class LayoutProblem(IntegerProgram):
             objective.param_axes,
             objective.experts,
             self.rule_seconds,
+        )
+        self.edge_moves = EdgeMoves(
+            classes,
+            self.network,
+            self.rates,
+            self.state_cuts if objective.gradients_apart else None,
+            nested_params=bool(self.named.names) or objective.nested_params,
+            gathers=1 + classes.recomputes + (objective.stages > 1),
         )
         self.attention = AttentionChoices(
             self, classes, self.network, objective.batch_axes, self.named.columns, cuts
@@ -344,7 +347,9 @@ class LayoutProblem(IntegerProgram):
         for dim, (axes, axis) in enumerate(zip(dims, tensor.axes, strict=True)):
             found = self.classes.axes[axis]
             keeps = self.objective.params_alone and not found.is_of_params
-            whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], found.size)
+            # Operations cut whole groups or heads of an axis; parameters are gathered before.
+            size = tensor.shape[dim] if tensor.kind == "param" else found.size
+            whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], size)
             is_pinned = dim in pins and len(axes) <= len(pins[dim])
             if not is_pinned and whole % self.network.degree(axes):
                 return False
@@ -511,86 +516,16 @@ class LayoutProblem(IntegerProgram):
         """Adds the moves between the layouts of a tensor and those in an operation."""
         options = self.layout_variables[edge.tensor]
         is_param = self.classes.tensors[edge.tensor].kind == "param"
+        part: Part = "parameters" if is_param else "activations"
+        times = operation.times * edge.share * (self.objective.microbatches if is_param else 1)
         by_layout: dict[Dims, list[int]] = {dims: [] for dims in options}
-        for (pieces, pending), columns in by_pieces.items():
-            moves = []
-            for dims in options:
-                if not self.moves_so(edge, dims, pieces, pending):
-                    continue
-                seconds = self.move_seconds(operation, edge, is_result, dims, pieces, pending)
-                part: Part = "parameters" if is_param else "activations"
-                col = self.variable(seconds * operation.times * edge.share, part)
-                moves.append(col)
+        of_pieces = self.edge_moves.into(edge, is_result, tuple(options), tuple(by_pieces))
+        for moves, columns in zip(of_pieces, by_pieces.values(), strict=True):
+            made = []
+            for dims, seconds in moves:
+                col = self.variable(seconds * times, part)
+                made.append(col)
                 by_layout[dims].append(col)
-            terms = [*((col, 1.0) for col in moves), *((col, -1.0) for col in columns)]
-            self.row(terms, 0, 0)
+            self.row([*((col, 1.0) for col in made), *((col, -1.0) for col in columns)], 0, 0)
         for dims, columns in by_layout.items():
             self.row([*((col, 1.0) for col in columns), (options[dims], -1.0)], 0, 0)
-
-    def moves_so(self, edge: Edge, dims: Dims, pieces: Dims, pending: frozenset[str]) -> bool:
-        """Returns whether a program moves an operand or a result so."""
-        is_param = self.classes.tensors[edge.tensor].kind == "param"
-        nested = bool(self.named.names) or self.objective.nested_params
-        if is_param and nested and not is_nested(dims, pieces):
-            return False  # XLA would gather all of a parameter whose axes go to another dim.
-        return is_sensible(dims, pieces, pending, is_param)
-
-    def move_seconds(
-        self,
-        operation: OperationClass,
-        edge: Edge,
-        is_result: bool,
-        dims: Dims,
-        pieces: Dims,
-        pending: frozenset[str],
-    ) -> float:
-        """Returns the exposed seconds of a move forward, and of its gradient's backward."""
-        is_param = self.classes.tensors[edge.tensor].kind == "param"
-        there, back = self.moves(operation, edge, is_result, dims, pieces, pending)
-        forward, backward = (
-            sum(count * self.network.move(edge.bytes, *move) for count, move in moves)
-            for moves in (there, back)
-        )
-        if is_param:
-            rates = self.rates
-            seconds = (1 - rates.hide_gather) * forward + (1 - rates.hide_data) * backward
-            return self.objective.microbatches * seconds
-        return (1 - self.rates.hide_tensor) * (forward + backward)
-
-    def moves(
-        self,
-        operation: OperationClass,
-        edge: Edge,
-        is_result: bool,
-        dims: Dims,
-        pieces: Dims,
-        pending: frozenset[str],
-    ) -> tuple[list[Move], list[Move]]:
-        """Returns the moves forward, and of gradients backward."""
-        if is_result:
-            back = [(1, (dims, pieces, frozenset()))] if edge.differentiated else []
-            return [(1, (pieces, dims, pending))], back
-        # A tensor that is stored in parts is gathered again if its layer is computed again;
-        # otherwise a compiler keeps what was gathered.
-        again = 1 + self.classes.recomputes + (self.objective.stages > 1)
-        back = [(1, (pieces, self._summed_to(edge, dims), pending))]
-        return [(again, (dims, pieces, frozenset()))], back if edge.differentiated else []
-
-    def _summed_to(self, edge: Edge, dims: Dims) -> Dims:
-        """Returns the layout to which the gradient of an operand with the layout `dims` is
-        summed."""
-        if not self.objective.gradients_apart:
-            return dims
-        further = self.state_cuts.further(self.classes.tensors[edge.tensor], dims)
-        return tuple(cut + further.get(dim, ()) for dim, cut in enumerate(dims))
-
-
-@functools.lru_cache(maxsize=2**14)
-def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: bool) -> bool:
-    """Returns whether a move is one that a program makes: few axes change, in whole blocks."""
-    limit = _MAX_CHANGES["param" if is_param else "activation"]
-    changes = num_changes(dims, pieces)
-    few = (
-        changes <= limit or is_nested(dims, pieces) or (pending and changes <= limit + len(pending))
-    )
-    return bool(few) and keeps_blocks(dims, pieces) and keeps_blocks(pieces, dims)

@@ -3,8 +3,8 @@
 import array
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -61,36 +61,53 @@ class IntegerProgram:
         least = np.isin(columns, list(ones)).astype(float)
         most = 1.0 - np.isin(columns, list(zeros))
         options = {"time_limit": seconds, "mip_rel_gap": _GAP}
-        found, scale = self._highs(self.costs, np.array(self._whole, int), (least, most), options)
+        costs, whole = np.array(self.costs), np.array(self._whole, int)
+        found, scale = _highs(costs, self._constraints(), whole, (least, most), options)
         if found.x is None:
             return Optimum(None, math.inf, -math.inf, found.status == 1)
         return Optimum(found.x, found.fun / scale, found.mip_dual_bound / scale, found.status == 1)
 
-    def relaxed_seconds(self, parts: Collection[Part]) -> float:
-        """Returns the least costs of some parts if variables may have all values between 0 and 1,
-        a lower bound of every solution; infinity without a solution."""
-        costs = [cost * (p in parts) for cost, p in zip(self.costs, self.parts, strict=True)]
-        found, scale = self._highs(costs, np.zeros(len(costs), int), (0.0, 1.0), {})
-        return math.inf if found.fun is None else found.fun / scale
+    def relaxed(self) -> "Relaxation":
+        """Returns the linear program without the condition that variables are whole."""
+        costs, parts = np.array(self.costs), np.array(self.parts)
+        by_part = {part: np.where(parts == part, costs, 0.0) for part in get_args(Part)}
+        return Relaxation(by_part, self._constraints())
 
-    def _highs(
-        self, costs: Sequence[float], whole: np.ndarray, limits: tuple[Any, Any], options: dict
-    ) -> tuple[Any, float]:
-        """Returns what HiGHS found for costs, and their scale."""
+    def _constraints(self) -> Any:
         # Their import takes a third of a second, for which every run would wait.
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 
         parts = [np.array(part) for part in (self._factors, self._columns, self._ends)]
-        matrix = csr_matrix(tuple(parts), shape=(len(self._lower), len(costs)))
-        lower, upper = np.array(self._lower), np.array(self._upper)
-        # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
-        scale = 1e3 / max(max(costs), 1e-12)
-        found = milp(
-            np.array(costs) * scale,
-            integrality=whole,
-            bounds=Bounds(*limits),
-            constraints=LinearConstraint(matrix, lower, upper),  # type: ignore[arg-type]
-            options=options,
-        )
-        return found, scale
+        matrix = csr_matrix(tuple(parts), shape=(len(self._lower), len(self.costs)))
+        return LinearConstraint(matrix, np.array(self._lower), np.array(self._upper))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Relaxation:
+    """Bounds an integer program from below: its variables have any value between 0 and 1."""
+
+    costs: Mapping[Part, np.ndarray]
+    constraints: Any
+
+    def least_seconds(self, times: Mapping[Part, float]) -> float:
+        """Returns the least sum of the costs of some parts, each of them so many times; infinity
+        without a solution."""
+        costs = np.sum([count * self.costs[part] for part, count in times.items()], axis=0)
+        found, scale = _highs(costs, self.constraints, np.zeros(len(costs), int), (0.0, 1.0), {})
+        return math.inf if found.fun is None else found.fun / scale
+
+
+def _highs(
+    costs: np.ndarray, constraints: Any, whole: np.ndarray, limits: tuple[Any, Any], options: dict
+) -> tuple[Any, float]:
+    """Returns what HiGHS found for costs, and their scale."""
+    from scipy.optimize import Bounds, milp
+
+    # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
+    scale = 1e3 / max(costs.max(), 1e-12)
+    bounds = Bounds(*limits)
+    found = milp(
+        costs * scale, integrality=whole, bounds=bounds, constraints=constraints, options=options
+    )
+    return found, scale

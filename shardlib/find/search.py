@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
 from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
+from shardlib.find.bounds import MeshBound
 from shardlib.find.context import CONTEXT, FoundRows, rows_of
 from shardlib.find.equivalence import Classes
 from shardlib.find.experts import EXPERT, NONE, FoundExperts, experts_of
@@ -227,20 +228,19 @@ class Search:
         time = self.workload.step_time(Layout(), self.cluster)
         return time.total, time.optimizer, self.workload.forward_seconds(self.cluster)
 
-    def extra_seconds(self, sizes: Mapping[str, int]) -> float:
+    def extra_seconds(self, sizes: Mapping[str, int], microbatches: int) -> float:
         """Returns seconds that a step takes at least on a mesh besides `least_seconds`, also with
-        more recomputation or microbatches.
+        more recomputation."""
+        return self._bound(tuple(sizes.items())).extra_seconds(microbatches)
 
-        They are a lower bound of its integer program: for the moves of one microbatch, and for
-        products that the mesh cannot cut, without a limit of memory. A limit leaves fewer layouts,
-        more microbatches gather parameters more often, and layers that are computed again repeat
-        products and moves. Optimizer state in more parts only adds moves, and passes do not count.
-        A mesh with more `data` or `fsdp` cuts rows as one that cuts them over `tensor` as well.
-        """
-        objective = dataclasses.replace(self._objective(Layout.of(sizes)), capacity_bytes=math.inf)
-        problem = LayoutProblem(self.classes, objective)
-        least = problem.relaxed_seconds(("products", "parameters", "activations"))
-        return max(least - problem.product_seconds, 0.0) / sizes[STAGE]
+    @functools.cached_property
+    def _bound(self) -> Callable[[tuple[tuple[str, int], ...]], MeshBound]:
+        def bound(sizes: tuple[tuple[str, int], ...]) -> MeshBound:
+            objective = self._objective(Layout.of(dict(sizes)))
+            free = dataclasses.replace(objective, capacity_bytes=math.inf)
+            return MeshBound.of(LayoutProblem(self.classes, free))
+
+        return functools.cache(bound)
 
     @functools.cached_property
     def _rates(self) -> Rates:
@@ -448,9 +448,18 @@ class Search:
 
         return functools.lru_cache(64)(under)
 
+    @functools.cached_property
+    def _network(self) -> Callable[[Layout], Network]:
+        """Returns the links of a mesh. All problems on it share the seconds of moves."""
+
+        def links(layout: Layout) -> Network:
+            links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
+            cut = [axis for axis in reversed(AXES) if axis != STAGE and layout.size(axis) > 1]
+            return Network({axis: links_of((axis,))[0] for axis in cut})
+
+        return functools.cache(links)
+
     def _objective(self, layout: Layout, cut_rows: Sequence[str] = BATCH_AXES) -> Objective:
-        links_of = by_joint_axes(layout, self.cluster, committed(), SHARDLIB)
-        cut = [axis for axis in reversed(AXES) if axis != STAGE and layout.size(axis) > 1]
         batch = tuple(axis for axis in cut_rows if layout.size(axis) > 1)
         pinned = dict.fromkeys(self._rows.axes, (CONTEXT,)) if layout.context > 1 else {}
         pinned |= {
@@ -459,7 +468,7 @@ class Search:
             if any(t.pattern.startswith(INPUT) and t.dim == 0 for t in axis.touches)
         }
         return Objective(
-            network=Network({axis: links_of((axis,))[0] for axis in cut}),
+            network=self._network(dataclasses.replace(layout, microbatches=1)),
             rates=self._rates,
             state_bytes=self.traced.state_bytes,
             saved_scale=self._saved_scale(layout),
@@ -494,10 +503,20 @@ class Search:
         counted = sum(tensor.saved_bytes for tensor in self.classes.tensors) / layout.batch_shards
         fsdp = layout.fsdp * layout.expert
         alone = dataclasses.replace(layout, stage=1, fsdp=fsdp, expert=1, context=1, tensor=1)
-        memory = self.workload.peak_memory(alone, self.cluster)
-        state = memory.params + memory.gradients + memory.optimizer
-        held = memory.total - state - memory.runtime
-        return held / counted / layout.stage if counted else 0.0
+        return self._held_activations(alone) / counted / layout.stage if counted else 0.0
+
+    @functools.cached_property
+    def _held_activations(self) -> Callable[[Layout], float]:
+        """Returns the bytes that a device holds at the peak besides state. Many meshes share those
+        of the mesh that cuts the batch alone."""
+
+        def held(layout: Layout) -> float:
+            memory = self.workload.peak_memory(layout, self.cluster)
+            return (
+                memory.total - memory.params - memory.gradients - memory.optimizer - memory.runtime
+            )
+
+        return functools.cache(held)
 
     def _pinned_params(self, layout: Layout) -> dict[int, Dims]:
         """Returns the layouts of parameters that the given rules decide."""

@@ -78,11 +78,11 @@ def _moves(
 ) -> Iterator[tuple[Kind, frozenset[str], float]]:
     """Yields the collectives between a tensor and an operation in a step, with all their bytes."""
     dims, pieces = solution.layouts[edge.tensor], dims_of(edge.dims, cut)
-    pending = problem.pending(operation, cut, edge, is_result=is_result)
+    piece = pieces, problem.pending(operation, cut, edge, is_result=is_result)
     is_param = problem.classes.tensors[edge.tensor].kind == "param"
     times = operation.times * edge.share
     times *= problem.objective.microbatches if is_param else 1
-    there, back = problem.moves(operation, edge, is_result, dims, pieces, pending)
+    there, back = problem.edge_moves.both(edge, is_result, dims, piece)
     for count, move in (*there, *back):
         for kind, axes, num_bytes in problem.network.collectives(edge.bytes, *move):
             yield kind, axes, num_bytes * times * count

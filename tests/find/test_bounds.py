@@ -42,7 +42,7 @@ def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
         for microbatches in (1, 2, 4, 16):
             if microbatches in search.microbatch_counts(sizes):
                 bound = search.least_seconds(sizes, microbatches)
-                bound += least.extra_seconds(sizes)
+                bound += least.extra_seconds(sizes, microbatches)
                 assert bound > 0
                 found = search.on_mesh(sizes, microbatches, 60.0, alone=False)
                 quickest = min(p.seconds for p in found.prices if cut_as_the_mesh_says(p))
@@ -54,7 +54,7 @@ def test_the_bound_of_a_mesh_knows_what_it_sends():
     search = traced("none", "8xh100")
     alone = dict.fromkeys(SEARCHED, 1)
     apart, together = ({**alone, axis: 8} for axis in ("data", "tensor"))
-    assert search.extra_seconds(apart) < search.extra_seconds(together)
+    assert search.extra_seconds(apart, 1) < search.extra_seconds(together, 1)
 
 
 def test_the_bound_of_stages_knows_that_they_idle():

@@ -68,7 +68,7 @@ class Program:
     def least_seconds(self, sizes, microbatches):
         return self.least
 
-    def extra_seconds(self, sizes):
+    def extra_seconds(self, sizes, microbatches):
         return self.extra.get(str(Layout.of(sizes)), 0.0)
 
     def least_bytes(self, sizes, microbatches):

@@ -93,10 +93,10 @@ def cost_of(problem, operation, edges, at, cut):
     for position, edge in enumerate(edges):
         is_result = position >= len(operation.operands)
         dims, pieces = at[edge.tensor], dims_of(edge.dims, cut)
-        pending = problem.pending(operation, cut, edge, is_result=is_result)
-        if not problem.moves_so(edge, dims, pieces, pending):
+        piece = pieces, problem.pending(operation, cut, edge, is_result=is_result)
+        if not problem.edge_moves.allows(edge, dims, piece):
             return math.inf
-        seconds = problem.move_seconds(operation, edge, is_result, dims, pieces, pending)
+        seconds = problem.edge_moves.seconds(edge, is_result, dims, piece)
         cost += seconds * operation.times * edge.share
     return cost
 

@@ -1,0 +1,38 @@
+"""A lower bound of the seconds of a step on a mesh, from one linear program."""
+
+import dataclasses
+
+from shardlib.find.problem import LayoutProblem
+from shardlib.find.program import Part, Relaxation
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshBound:
+    """What a mesh adds to the seconds of a step on one device, over the devices.
+
+    It is a lower bound of the integer programs of the mesh: for moves, and for products that the
+    mesh cannot cut, without a limit of memory. A limit leaves fewer layouts, and layers that are
+    computed again repeat products and moves. Optimizer state in more parts only adds moves, and
+    passes do not count. A mesh with more `data` or `fsdp` cuts rows as one that cuts them over
+    `tensor` as well.
+    """
+
+    relaxation: Relaxation
+    product_seconds: float
+    stages: int
+
+    @classmethod
+    def of(cls, problem: LayoutProblem) -> "MeshBound":
+        """Returns the bound by the program of a step of one microbatch without a limit."""
+        return cls(problem.relaxed(), problem.product_seconds, problem.objective.stages)
+
+    def extra_seconds(self, microbatches: int) -> float:
+        """Returns the seconds of a step with so many microbatches, for each of which parameters are
+        gathered and gradients summed, with any recomputation."""
+        times: dict[Part, float] = {
+            "products": 1,
+            "parameters": microbatches,
+            "activations": 1,
+        }
+        least = self.relaxation.least_seconds(times)
+        return max(least - self.product_seconds, 0.0) / self.stages
