@@ -88,7 +88,8 @@ class EnginePrograms:
         self._graphdef = nnx.graphdef(model)
         self._decoding, self._sizes = decoding, sizes
         self._scope = scope and serving_scope(scope, nnx.state(model))
-        self._run = jax.jit(self._step, donate_argnums=1)
+        options = _exact_options() if sizes.deterministic else None
+        self._run = jax.jit(self._step, donate_argnums=1, compiler_options=options)
         self.num_traced = 0
         """Steps that have been traced, and so compiled."""
         self._new_state: jax.stages.Compiled | None = None
@@ -189,6 +190,19 @@ class EnginePrograms:
         if self._scope is None:
             return contextlib.nullcontext()
         return use(self._scope.mesh, self._scope.rules)
+
+
+@functools.cache
+def _exact_options() -> dict[str, str]:
+    """Returns options of XLA for CPU with which sums of a row have the same bits in programs of any
+    number of rows: a library takes the sums of 4096 numbers or more in another order. A compiler
+    without that library has none."""
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
 
 
 def last_drawn(

@@ -18,7 +18,7 @@ _SMALL = 2
 """Lanes of the smaller program that reads prompts at most: half of the lanes of the other."""
 _LEAST_ROWS = 64
 """Rows from which XLA for CPU multiplies a row by a matrix in one way: of 240 random shapes, more
-than half differ at 32 or 48 rows, and none from 56 on. The means of a norm need 4096 numbers."""
+than half differ at 32 or 48 rows, and none from 56 on."""
 
 _EXACT_TOKENS = 256
 """Tokens of a program that encodes texts, if bits must not depend on `chunk`: some products of

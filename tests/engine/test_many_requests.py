@@ -1,16 +1,15 @@
-"""Bits of 1,000 requests: those of each alone, however the engine batches them."""
+"""Bits of many requests: those of each alone, however the engine batches them."""
 
 import itertools
 
 import jax
 import numpy as np
 import pytest
-from small_decoder import VOCAB
-from test_engine import EXACT, answers
+from small_decoder import VOCAB, made
+from test_engine import EXACT, answers, prompts
 
 from shardlib.engine import Engine, Sampling
-
-pytestmark = pytest.mark.soak
+from shardlib_models.moe import MoEConfig
 
 COUNT = 1000
 
@@ -64,6 +63,7 @@ def arriving(engine, asked):
 FEW = {"page_size": 1, "pages": 240}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("company", "options"),
     [
@@ -87,3 +87,16 @@ def test_bits_of_many_requests_are_those_of_each_alone(served, asked, alone, com
     assert (stats.right_tokens > 100) == ("speculate" in options)
     assert (stats.cached_tokens > 0) == options.get("prefix_cache", True)
     assert (stats.pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "options", [{"qk_norm": True}, {"moe": MoEConfig(num_experts=32)}], ids=["keys", "experts"]
+)
+def test_sums_of_few_numbers_have_the_same_bits_in_programs_of_all_sizes(options):
+    """Of 64 rows, keys and scores of experts are 2048 numbers, and of 320 rows 10,240."""
+    served, asked = made(**options), prompts(12)
+    together = Engine(served, **EXACT).generate(asked, max_tokens=16)
+    engine = Engine(served, **EXACT, chunk=32)
+    alone = [engine.generate([prompt], max_tokens=16)[0] for prompt in asked]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
