@@ -22,9 +22,10 @@ LEAST = {"none": "none", "full": "none", "stacked": "stacked"}
 
 
 @functools.cache
-def traced(name, on):
+def traced(name, on, precision="bf16"):
     """Returns the search on a mesh with one traced program."""
-    options = {"loss": loss, "batch": shapes(64, 512), "optimizer": optax.adamw(1e-3)}
+    options = {"loss": loss, "batch": shapes(256, 512), "optimizer": optax.adamw(1e-3)}
+    options["precision"] = precision
     found = sl.find_rules(MAKES[name], on=on, mesh=f"fsdp={on.partition('x')[0]}", **options)
     return found.compare.func.__self__
 
@@ -47,6 +48,21 @@ def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
                 found = search.on_mesh(sizes, microbatches, 60.0, alone=False)
                 quickest = min(p.seconds for p in found.prices if cut_as_the_mesh_says(p))
                 assert bound <= quickest, (str(Layout.of(sizes)), microbatches)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("none", {"data": 16}), ("none", {"fsdp": 16}), ("stacked", {"stage": 2, "data": 8})],
+)
+def test_the_bound_knows_what_a_slow_network_sums_once(name, sizes):
+    """Gradients over `data` are summed once a step, parameters gathered in each microbatch."""
+    search = traced(name, "16x1xl4", "f32")
+    sizes = dict.fromkeys(SEARCHED, 1) | sizes
+    for microbatches in (2, 16):
+        bound = search.least_seconds(sizes, microbatches)
+        bound += search.extra_seconds(sizes, microbatches)
+        found = search.on_mesh(sizes, microbatches, 60.0, alone=False)
+        assert bound <= min(p.seconds for p in found.prices if cut_as_the_mesh_says(p))
 
 
 def test_the_bound_of_a_mesh_knows_what_it_sends():
