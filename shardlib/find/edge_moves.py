@@ -31,8 +31,8 @@ class EdgeMoves:
     nested_params: bool
     """Whether a move of a parameter only adds or removes mesh axes."""
     gathers: int
-    """How often an operand is gathered: once, and once more if its layer is computed again. For the
-    backward pass a compiler keeps it."""
+    """How often an operand is gathered: once, and once more each time that its layer is computed
+    again. What was gathered last is kept for the backward pass."""
 
     def into(
         self, edge: Edge, is_result: bool, options: tuple[Dims, ...], pieces: tuple[Piece, ...]
@@ -69,14 +69,14 @@ class EdgeMoves:
         microbatch."""
         forward, backward = (
             sum(count * self.network.move(edge.bytes, *move) for count, move in moves)
-            for moves in self.both(edge, is_result, dims, piece)
+            for moves in self.forward_and_backward(edge, is_result, dims, piece)
         )
         if self._is_param(edge):
             rates = self.rates
             return (1 - rates.hide_gather) * forward + (1 - rates.hide_data) * backward
         return (1 - self.rates.hide_tensor) * (forward + backward)
 
-    def both(
+    def forward_and_backward(
         self, edge: Edge, is_result: bool, dims: Dims, piece: Piece
     ) -> tuple[list[Move], list[Move]]:
         """Returns the moves forward, and of gradients backward."""

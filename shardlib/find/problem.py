@@ -348,8 +348,8 @@ class LayoutProblem(IntegerProgram):
             found = self.classes.axes[axis]
             keeps = self.objective.params_alone and not found.is_of_params
             # Operations cut whole groups or heads of an axis; parameters are gathered before.
-            size = tensor.shape[dim] if tensor.kind == "param" else found.size
-            whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], size)
+            groups = 0 if tensor.kind == "param" else found.size
+            whole = 1 if found.is_layers or keeps else math.gcd(tensor.shape[dim], groups)
             is_pinned = dim in pins and len(axes) <= len(pins[dim])
             if not is_pinned and whole % self.network.degree(axes):
                 return False

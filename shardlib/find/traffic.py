@@ -82,7 +82,7 @@ def _moves(
     is_param = problem.classes.tensors[edge.tensor].kind == "param"
     times = operation.times * edge.share
     times *= problem.objective.microbatches if is_param else 1
-    there, back = problem.edge_moves.both(edge, is_result, dims, piece)
+    there, back = problem.edge_moves.forward_and_backward(edge, is_result, dims, piece)
     for count, move in (*there, *back):
         for kind, axes, num_bytes in problem.network.collectives(edge.bytes, *move):
             yield kind, axes, num_bytes * times * count

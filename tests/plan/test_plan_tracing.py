@@ -212,6 +212,31 @@ def test_loops_scatter_the_gradients_of_each_layer(sizes):
     assert many.gradients > 2 * few.gradients
 
 
+def test_gradients_that_no_axis_cuts_are_summed_whole():
+    mlp = 3 * LAYERS * EMBED * HIDDEN
+    summed = traffic(llama(), Layout(fsdp=8, zero=1))["all_reduce", ("fsdp",)]
+    assert summed == pytest.approx(2 * mlp, rel=0.002)  # scales of norms besides
+
+
+@pytest.mark.parametrize("step", [jnp.sin, lambda y: y + jnp.sin(y)], ids=["chain", "diamonds"])
+def test_long_unrolled_programs_are_priced_quickly(step):
+    def loss_fn(model, batch):
+        y = model(batch)
+        for _ in range(1200):
+            y = step(y)
+        return y.mean()
+
+    work = trace_workload(
+        lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+        optax.sgd(0.1),
+        loss_fn,
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        rules=sl.rules.STANDARD,
+        precision="f32",
+    )
+    assert work.step_time(Layout(fsdp=2, tensor=4), H100S).total > 0
+
+
 def test_both_models_time_a_transformer_alike():
     layout = Layout(fsdp=8, sequence_parallel=False)
     traced = llama().step_time(layout, H100S)

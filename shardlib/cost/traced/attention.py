@@ -19,7 +19,8 @@ Shardings = list[ValueSharding]
 _FLOAT32 = 4
 _KEY_VALUES = (1, 2)
 """Positions of the keys and values among operands, and of their gradients among results."""
-_HEAD_NAMES = "heads", "kv_heads"
+HEAD_NAMES = "heads", "kv_heads", "kv_heads"
+"""Names of the heads of queries, keys and values."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "shift"]
 
 
@@ -29,26 +30,25 @@ def description(equation: Equation) -> RowAttention | None:
     return what if isinstance(what, RowAttention) else None
 
 
-def ruled_heads(spread: Spreading, shape: tuple[int, ...], name: str) -> Axes:
-    """Returns the mesh axes by which the rules cut heads, as in `nn.attention.region`."""
-    return spread.resolve(("batch", None, name, "head_dim"), shape, "activations")[2]
+def ruled(spread: Spreading, shape: tuple[int, ...], name: str) -> Spec:
+    """Returns how the rules cut rows and heads of this name, as in `nn.attention.region`."""
+    return spread.resolve(("batch", None, name, "head_dim"), shape, "activations")
 
 
 def attended(spread: Spreading, equation: Equation, shardings: Shardings) -> Shardings:
     """Returns the layouts of the results, and records what devices send: operands in other layouts,
     and keys and values along `context`.
 
-    Rows stay cut, and positions along `context` alone. `attend` cuts heads as the rules say; in
+    Positions stay cut along `context` alone. `attend` cuts rows and heads as the rules say; in
     other attention they stay cut. Key-value heads that are not cut as query heads are whole; each
     device reads the ones that its query heads share.
     """
-    query, key = (_cut(laid.spec) for laid in shardings[:2])
+    specs = [laid.spec for laid in shardings[:2]]
     what = description(equation)
     if what is not None:
-        query, key = (
-            (*cut[:2], ruled_heads(spread, var.aval.shape, name))
-            for cut, var, name in zip((query, key), equation.invars, _HEAD_NAMES, strict=False)
-        )
+        named = zip(specs, equation.invars, HEAD_NAMES, strict=False)
+        specs = [_as_ruled(ruled(spread, v.aval.shape, name), spec) for spec, v, name in named]
+    query, key = map(_cut, specs)
     shares_rows = what is None or what.shares_rows
     wanted = query[0], query[1] if shares_rows else (), query[2]
     # Mesh axes of devices that share key-value heads.
@@ -129,6 +129,12 @@ def exchanged(
             yield "shift", shared + (gradients if is_gradient else 0.0)
         if is_gradient:
             yield "shift", gradients
+
+
+def _as_ruled(rules: Spec, spec: Spec) -> Spec:
+    """Returns a layout with rows and heads as in the rules, which never cut in time."""
+    in_time = tuple(axis for axis in spec[0] if axis == MICRO)
+    return (*rules[0], *in_time), spec[1], rules[2], ()
 
 
 def _cut(spec: Spec) -> tuple[Axes, Axes, Axes]:

@@ -173,7 +173,17 @@ def _collectives(
 
 
 _SAME_SHAPE = ("convert_element_type", "neg", "copy", "reduce_precision")
-"""Operations that a sum may follow in place of going before them."""
+
+
+def _summed(operation: Operation) -> Any:
+    """Returns the value whose sum over devices may come before or after an operation that keeps its
+    shape; None if there is none."""
+    if operation.name in _SAME_SHAPE:
+        return operation.invars[0]
+    invars: Sequence[Any] = operation.invars
+    arrays = [v for v in invars if math.prod(v.aval.shape) != 1]
+    scales = operation.name in ("mul", "div") and len(arrays) == 1
+    return arrays[0] if scales and arrays[0] is operation.invars[0] else None
 
 
 class Walk:
@@ -197,8 +207,8 @@ class Walk:
     ) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the results, and the costs of one run of a `jax.core.Jaxpr`, whose
         constants and arguments have the layouts `shardings`. `stack` is the name stack of the
-        caller. It brings the first results to the layouts `gradients`, which loops do with those
-        that they sum; `peak_bytes` leaves them out."""
+        caller. The first results end in the layouts `gradients`: loops that sum them scatter them,
+        and the rest is left to the caller. `peak_bytes` leaves them out."""
         run = _Run(self, flatten(jaxpr, compiled=True), shardings, stack)
         return run.outs(gradients), run.costs
 
@@ -269,8 +279,8 @@ class _Run:
         found = {}
         value: Any
         for value, spec in zip(self.program.outvars, wanted, strict=False):
-            while spec is not None and value in made and made[value].name in _SAME_SHAPE:
-                value = made[value].invars[0]
+            while spec is not None and value in made and (summed := _summed(made[value])):
+                value = summed
             if spec is not None and value in made and made[value].name == "scan":
                 found[value] = spec
         return found
@@ -332,7 +342,7 @@ class _Run:
         """Returns the layouts of the results of an operation without an inner program, and counts
         what it sends and multiplies. Layers repeat: equal operations are laid out once."""
         if operation.name in PRODUCTS and operation.name not in RAGGED:
-            ins = self.partners.taken(operation, ins)
+            ins = self.partners.taken(operation, ins, self.during)
         key = self.program.kinds[index], tuple(ins)
         if key not in self.known:
             sent: list[Moved] = []

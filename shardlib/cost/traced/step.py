@@ -142,10 +142,6 @@ class TracedStep:
         return functools.lru_cache(1024)(self._place)
 
     @functools.cached_property
-    def _walked(self) -> Any:
-        return functools.lru_cache(1024)(self._walk)
-
-    @functools.cached_property
     def _summed(self) -> Any:
         return functools.lru_cache(4096)(self._sum)
 
@@ -173,11 +169,11 @@ class TracedStep:
             "moments": place_optimizer(self.opt_state, moments),
         }
 
-    def _walk(
-        self, degrees: Mesh, zero: int, parts: float, platform: str | None
-    ) -> tuple[list[ValueSharding], Tally]:
-        """Returns the layouts of the gradients after the forward and backward pass, and the
-        costs."""
+    def _sum(
+        self, degrees: Mesh, zero: int, parts: float, platform: str | None, section: str
+    ) -> Tally:
+        """Returns the costs of the forward and backward pass, with the gradient sums to the
+        placements of a section."""
         places = self._placed(degrees, zero)
         params, frozen = places["params"], self.module.frozen
         layout = Layout(**dict(zip(AXES, degrees, strict=True)))
@@ -189,25 +185,15 @@ class TracedStep:
         jaxpr = self.gradient
         shardings += [replicated(var.aval) for var in jaxpr.invars[len(shardings) :]]
         constants = [replicated(var.aval) for var in jaxpr.constvars]
+        wanted = [spec_in_step(one) for one in places[section].values()]
         walk = self._on(degrees, parts, platform)
-        gradients = [spec_in_step(one) for one in places["gradients"].values()]
-        outs, costs = walk.run(jaxpr, (*constants, *shardings), gradients=gradients)
-        return outs[: len(params)], costs
-
-    def _sum(
-        self, degrees: Mesh, zero: int, parts: float, platform: str | None, section: str
-    ) -> Tally:
-        """Returns the costs of `_walk` with the gradient sums to the placements of a section.
-        `zero` 1 and 2 differ only in them."""
-        outs, costs = self._walked(degrees, max(zero, 2), parts, platform)
-        wanted = self._placed(degrees, zero)[section]
-        leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
-        summed = dataclasses.replace(costs, moved=costs.moved.copy())
+        outs, costs = walk.run(jaxpr, (*constants, *shardings), gradients=wanted)
         if costs.staged is not None:
-            summed.staged = rerun(costs.staged)
-        specs = map(spec_in_step, wanted.values())
-        _relay(summed, "backward", self._on(degrees, parts), leaves, outs, specs)
-        return summed
+            costs.staged = rerun(costs.staged)
+        leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
+        gradients = outs[: len(params)]
+        _relay(costs, "backward", self._on(degrees, parts), leaves, gradients, wanted)
+        return costs
 
     def _update(self, degrees: Mesh, zero: int) -> Tally:
         places = self._placed(degrees, zero)
