@@ -46,6 +46,7 @@ def find_rules(
     seconds: float = 60.0,
     memory_bytes: float | None = None,
     forbidden: Sequence[FoundRules] = (),
+    stages: bool = True,
     notify: Callable[[str], None] = lambda text: None,
 ) -> FoundRules:
     """Returns the rules under which a model trains fastest on a cluster, by the cost model.
@@ -71,6 +72,7 @@ def find_rules(
         seconds: The time limit for the integer program of one mesh.
         memory_bytes: Memory of a device for state and activations; default: the chip's.
         forbidden: Answers not to give again: a quarter of the layouts of their mesh must differ.
+        stages: Whether to search meshes with `stage`; their pipelines are priced as `1f1b`.
         notify: Called with a line after each mesh.
 
     Raises:
@@ -88,7 +90,7 @@ def find_rules(
     sizes = _sizes(mesh, cluster) if mesh else None
     step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster)
     attention: AsOne = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
-    request = _Request(step, attention, microbatches, capacity, tuple(forbidden))
+    request = _Request(step, attention, microbatches, capacity, tuple(forbidden), stages)
     return best_rules(request.programs(by_remat(make)), [sizes] if sizes else None, seconds, notify)
 
 
@@ -191,6 +193,7 @@ class _Request:
     microbatches: int | None
     capacity_bytes: float
     forbidden: tuple[FoundRules, ...]
+    stages: bool
 
     def programs(
         self, makes: Mapping[str | None, Callable[..., Any]]
@@ -222,6 +225,7 @@ class _Request:
             self.capacity_bytes,
             self.forbidden,
             remat,
+            self.stages,
         )
 
 

@@ -82,6 +82,8 @@ class Search:
     forbidden: tuple[FoundRules, ...] = ()
     remat: str | None = None
     """The name of the rematerialisation; None if only one is known."""
+    searches_stages: bool = True
+    """Whether `meshes` has pipelines."""
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster allows. `expert` and `tensor`, which both cut experts,
@@ -117,7 +119,7 @@ class Search:
         return stages_of(self.classes, self.traced.stacks, self.traced.updated)
 
     def _can_cut(self, stages: int) -> bool:
-        return self.given is None and self.stages.is_worth(stages)
+        return self.searches_stages and self.given is None and self.stages.is_worth(stages)
 
     @functools.cached_property
     def _updates_apart(self) -> bool:

@@ -119,6 +119,13 @@ def test_the_search_weighs_stages_by_their_microbatches():
     assert not any(line.startswith(("stage=8", "stage=3")) for line in tried), "four layers"
 
 
+@pytest.mark.mesh
+@pytest.mark.parametrize("stages", [True, False])
+def test_a_search_can_leave_pipelines_out(stages):
+    search = find(stages=stages).compare.func.__self__
+    assert any(sizes["stage"] > 1 for sizes in search.meshes()) == stages
+
+
 @pytest.mark.parametrize(
     ("make", "mesh", "match"),
     [

@@ -99,14 +99,18 @@ def find_for_run(
     optimizer = build_optimizer(config.optimizer, steps=config.train.steps, global_batch=rows)
     cluster = _priced(devices)
     mesh = None if config.mesh == AUTO else MeshConfig.parse(config.mesh)
-    if mesh is not None:
-        _check_schedule(config, mesh.sizes.get(STAGE, 1), str(mesh))
+    schedule = config.train.pipeline.schedule
+    if mesh is not None and mesh.sizes.get(STAGE, 1) != 1 and schedule != "1f1b":
+        raise ConfigError(
+            f"train.pipeline.schedule is {schedule}, but rules=auto prices 1f1b.\n"
+            "  Set train.pipeline.schedule=1f1b, or give rules."
+        )
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
     policies = _searched(config, spec) if any_policy or config.remat == AUTO else ()
     makes = {p: model_maker(config.with_remat(p), chosen, spec) for p in policies}
-    found = find_rules(
+    return find_rules(
         makes or model_maker(config, chosen, spec),
         loss=loss_of(config, chosen, train=True),
         batch=batch_spec(config.data, rows),
@@ -116,19 +120,9 @@ def find_for_run(
         precision=config.precision,
         wrt=trained(config),
         microbatches=None if counted == AUTO else counted,  # type: ignore[arg-type]
+        stages=schedule == "1f1b",
         notify=notify if mesh is None else lambda text: None,
     )
-    _check_schedule(config, found.sizes[STAGE], found.mesh_text)
-    return found
-
-
-def _check_schedule(config: RunConfig, stages: int, mesh: str) -> None:
-    schedule = config.train.pipeline.schedule
-    if stages != 1 and schedule != "1f1b":
-        raise ConfigError(
-            f"train.pipeline.schedule is {schedule}, but rules=auto prices 1f1b on {mesh}.\n"
-            f"  Set train.pipeline.schedule=1f1b, or give rules or a mesh without {STAGE}."
-        )
 
 
 def _searched(config: RunConfig, spec: DataSpec) -> list[str]:
