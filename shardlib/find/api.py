@@ -53,13 +53,12 @@ def find_rules(
 
     The model need not name any axis; the rules are for the names that it places activations by. An
     integer program over the traced loss lays every tensor out; nothing is allocated or compiled.
-    Print the result for a report; train under `sl.use(found.mesh, found.rules)` with
-    `microbatches=found.microbatches`. Find them in one process: `seconds` may end searches apart.
+    Print it for a report; train under `sl.use(found.mesh, found.rules)` with `found.microbatches`.
 
     Args:
         make: Module factory as for `init_state`, or a linen module. A mapping has one for each
             rematerialisation, from the least to the most (unchecked); `found.remat` is the best.
-        loss: Loss as for `make_train_step`.
+        loss, precision: As for `make_train_step`.
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
@@ -67,9 +66,8 @@ def find_rules(
         rules: Rules for the parameters that they name, by path or metadata; no activations.
         inputs: Example arguments of the module; for linen.
         wrt: The trained variables, as for `init_state`; others have rules too.
-        precision: Precision as for `make_train_step`.
         microbatches: Parts of a batch that run one after the other; default: the quickest that fit.
-        seconds: The time limit for the integer program of one mesh.
+        seconds: The time limit of one mesh. Processes may differ in what ends: search in one.
         memory_bytes: Memory of a device for state and activations; default: the chip's.
         forbidden: Answers not to give again: a quarter of the layouts of their mesh must differ.
         stages: Whether to search meshes with `stage`; their pipelines are priced as `1f1b`.

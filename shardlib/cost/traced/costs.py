@@ -176,8 +176,8 @@ _SAME_SHAPE = ("convert_element_type", "neg", "copy", "reduce_precision")
 
 
 def _summed(operation: Operation) -> Any:
-    """Returns the value whose sum over devices may come before or after an operation that keeps its
-    shape; None if there is none."""
+    """Returns the operand whose sum over devices may come before or after an operation of one
+    array, if it keeps its shape."""
     if operation.name in _SAME_SHAPE:
         return operation.invars[0]
     invars: Sequence[Any] = operation.invars
