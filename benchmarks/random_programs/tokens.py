@@ -116,7 +116,8 @@ class Filtered(linen.Module):
     @linen.compact
     def __call__(self, x):
         init = linen.initializers.normal(0.5)
-        filters = self.param("filters", init, (x.shape[-1], self.window))
+        # A longer filter would make longer rows.
+        filters = self.param("filters", init, (x.shape[-1], min(self.window, x.shape[1])))
         rows = jnp.swapaxes(x, 1, 2)
         one = functools.partial(jnp.convolve, mode="same")
         return x + jnp.swapaxes(jax.vmap(jax.vmap(one), (0, None))(rows, filters), 1, 2)
