@@ -78,8 +78,7 @@ class Partners:
                 found = self._met_in(reader, value)
                 if found is not None and any(found):
                     return found
-                made = reader.outvars[0]
-                if _is_elementwise(reader, value) and made not in seen:
+                if _is_elementwise(reader, value) and (made := reader.outvars[0]) not in seen:
                     seen.add(made)
                     left.append(made)
         return None
