@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -195,12 +196,19 @@ class EnginePrograms:
 @functools.cache
 def _exact_options() -> dict[str, str]:
     """Returns options of XLA for CPU with which sums of a row have the same bits in programs of any
-    number of rows: a library takes the sums of 4096 numbers or more in another order. A compiler
-    without that library has none."""
+    number of rows: a library takes the sums of 4096 numbers or more in another order. It warns on
+    CPUs if the compiler has no such option."""
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     try:
         jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:
+        if jax.default_backend() == "cpu":
+            warnings.warn(
+                f"deterministic=True: this jax has no {', '.join(options)}, so that bits may "
+                "depend on the number of rows in models with qk_norm or 13 to 63 experts.\n"
+                "  Install jax 0.10.2 for equal bits.",
+                stacklevel=2,
+            )
         return {}
     return options
 

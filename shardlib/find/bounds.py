@@ -9,7 +9,7 @@ from shardlib.find.program import Part, Relaxation
 
 @dataclasses.dataclass(frozen=True)
 class MeshBound:
-    """What a mesh adds to the seconds of a step on one device, over the devices.
+    """Seconds that a mesh adds to the time of a step on one device, divided by the devices.
 
     It is a lower bound of the integer programs of the mesh: for moves, and for products that the
     mesh cannot cut, without a limit of memory. A limit leaves fewer layouts, and layers that are

@@ -23,7 +23,7 @@ from shardlib.serve.responses import response
 _AHEAD = 2
 """Prompts that wait for each prompt that runs."""
 _COLUMNS = ["custom_id", "url", "body"]
-"""What is read of a row."""
+"""The columns that a row must have; others are not read."""
 
 
 @dataclasses.dataclass

@@ -94,7 +94,7 @@ def test_bits_of_many_requests_are_those_of_each_alone(served, asked, alone, com
     "options", [{"qk_norm": True}, {"moe": MoEConfig(num_experts=32)}], ids=["keys", "experts"]
 )
 def test_sums_of_few_numbers_have_the_same_bits_in_programs_of_all_sizes(options):
-    """Of 64 rows, keys and scores of experts are 2048 numbers, and of 320 rows 10,240."""
+    """Keys and scores of experts are 2048 numbers in 64 rows, and 10,240 in 320 rows."""
     served, asked = made(**options), prompts(12)
     together = Engine(served, **EXACT).generate(asked, max_tokens=16)
     engine = Engine(served, **EXACT, chunk=32)

@@ -218,6 +218,23 @@ def test_gradients_that_no_axis_cuts_are_summed_whole():
     assert summed == pytest.approx(2 * mlp, rel=0.002)  # scales of norms besides
 
 
+def test_a_parameter_that_nothing_reads_is_priced():
+    class Unread(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.scale = nnx.Param(jnp.float32(1))
+
+    work = trace_workload(
+        Unread,
+        optax.sgd(0.1),
+        lambda model, batch: model.linear(batch).mean(),
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        rules=sl.rules.STANDARD,
+        precision="f32",
+    )
+    assert work.step_time(Layout(fsdp=2), H100S).total > 0
+
+
 @pytest.mark.parametrize("step", [jnp.sin, lambda y: y + jnp.sin(y)], ids=["chain", "diamonds"])
 def test_long_unrolled_programs_are_priced_quickly(step):
     def loss_fn(model, batch):

@@ -261,7 +261,8 @@ class _Run:
         groups = fusion(self.program, self.walk.platform)
         kernels = (one for one in self.program.operations if one.name == OPAQUE)
         self.of_kernels = {v for one in kernels for v in (*one.invars, *one.outvars)}
-        live = Live(self.program, groups, set(self.program.outvars[: len(gradients)]))
+        ends = self.program.outvars[: len(gradients)]
+        live = Live(self.program, groups, {one for one in ends if not is_literal(one)})
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
             self.during = pass_of(stack, "forward")
@@ -279,10 +280,10 @@ class _Run:
         found = {}
         value: Any
         for value, spec in zip(self.program.outvars, wanted, strict=False):
-            while spec is not None and value in made and (summed := _summed(made[value])):
-                value = summed
-            if spec is not None and value in made and made[value].name == "scan":
-                found[value] = spec
+            while spec is not None and not is_literal(value) and value in made:
+                if made[value].name == "scan":
+                    found[value] = spec
+                value = _summed(made[value])
         return found
 
     def scattered(
