@@ -100,8 +100,11 @@ class Expected:
         scales = {q: WORTH_COMPARING * _magnitude(value) for q, value in self.values.items()}
         return [q for q, scale in scales.items() if self.bounds[q] > scale > 0]
 
-    def refuse_chaos(self) -> None:
+    def refuse_chaos(self, narrow: str = "") -> None:
         """Rejects a training whose loss, or half of its gradients, is blurred.
+
+        Args:
+            narrow: What the program rounds to less than float32, and where; empty if nothing.
 
         Raises:
             ModelError: If it is blurred.
@@ -112,11 +115,12 @@ class Expected:
         if losses or 2 * len(unclear) > num_gradients:
             first = (losses or unclear)[0]
             change = self.bounds[first] / SAFETY
+            fix = "Take fewer steps, a lower learning rate or more examples"
+            if narrow:
+                fix = f"Compute in float32: the step rounds {narrow}"
             raise ModelError(
                 f"{first} cannot be compared: rounding of the parameters changes it by "
-                f"{change:.1e} on one device already.\n"
-                "  Take fewer steps, a lower learning rate or more examples, and compute in "
-                "float32."
+                f"{change:.1e} on one device already.\n  {fix}."
             )
 
 

@@ -20,7 +20,13 @@ from shardlib.mesh import MeshConfig, MeshSpec, describe, make_mesh
 from shardlib.rules import ANY, STANDARD, Auto, AxisRules
 from shardlib.testing.deviations import Deviation, Expected, Quantity
 from shardlib.testing.forward import where_forward_differs
-from shardlib.testing.rounding import perturbations, reductions, roundings, unit_roundoff
+from shardlib.testing.rounding import (
+    Rounding,
+    perturbations,
+    reductions,
+    roundings,
+    unit_roundoff,
+)
 from shardlib.testing.training import CompiledTraining, MakeModel, Problem, by_layer
 from shardlib.train.batches import BatchAxes
 
@@ -260,7 +266,8 @@ class Reference:
         relative = reductions(program.jaxpr).relative
         probes = (by_layer(program.run(steps, c), uses) for c in perturbations(relative))
         expected = Expected.measured(values, probes, relative)
-        expected.refuse_chaos()
+        first = next(roundings(program.jaxpr), None)
+        expected.refuse_chaos(_told(first, program) if first else "")
         self._expectations[steps] = expected
         return expected
 
@@ -288,13 +295,18 @@ def _refuse_narrower(reference: CompiledTraining, program: CompiledTraining) -> 
     first = next(narrower, None)
     if first is None:
         return
-    what = "a result" if first.argument is None else program.arguments[first.argument]
     raise ModelError(
-        f"mesh {describe(program.mesh)} cannot be compared: its step rounds {what} to "
-        f"{first.dtype} (at {first.source}), but the step on one device does not.\n"
+        f"mesh {describe(program.mesh)} cannot be compared: its step rounds "
+        f"{_told(first, program)}, but the step on one device does not.\n"
         f"  Leave out what asks for {first.dtype} there (precision, reduction, or the model's own "
         "code), or compute in it on one device too."
     )
+
+
+def _told(rounding: Rounding, program: CompiledTraining) -> str:
+    """Returns what a rounding rounds, to which dtype and where."""
+    what = "a result" if rounding.argument is None else program.arguments[rounding.argument]
+    return f"{what} to {rounding.dtype} (at {rounding.source})"
 
 
 def _batches(batch: PyTree) -> list[PyTree]:
