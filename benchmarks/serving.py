@@ -1,11 +1,12 @@
-"""Answers per second of `sl.Engine` against continuous batching of transformers, in one run.
+"""Answers per second of `sl.Engine` against transformers' continuous batching and vLLM, in one run.
 
 A Llama of 134 million parameters with random weights continues prompts of 64 to 191 random tokens
 by 64 tokens each, greedily, in float32 on the cores of this machine, or with JAX_PLATFORMS=cuda in
-either dtype on its GPU. Both read the same folder, and take turns in one process; the figures are
-medians of the rounds.
+either dtype on its GPU. All read the same folder, and take turns; the figures are medians of the
+rounds. vLLM runs in a process of its own, whose threads sleep while it waits.
 
-- tokens_per_second: tokens of answers over wall time, and their `ratio`;
+- tokens_per_second: tokens of answers over wall time, their `ratio` to transformers, and with
+  `--vllm` their `vllm_ratio`;
 - host_share: of a step, the time that neither runs the program nor waits for it, without overlap;
 - programs: compiled steps, and how many more after the warm-up;
 - prefix_ratio: time to the first token of a prompt of 1,024 tokens of which 90 % are in the cache,
@@ -16,6 +17,7 @@ medians of the rounds.
 
     python benchmarks/serving.py [--requests 64] [--rounds 3] [--layers 12] [--embed 768]
         [--vocab 32000] [--dtype float32] [--slots 32] [--without-transformers]
+        [--vllm PYTHON]
 
 The last line is JSON.
 """
@@ -24,6 +26,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -42,6 +45,7 @@ from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
 
 ANSWER = 64
+CONTEXT = 2304
 
 
 def main() -> None:
@@ -54,6 +58,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--slots", type=int, default=32, help="sequences that run at a time")
     parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vLLM")
     asked = parser.parse_args()
     config = TransformerConfig(
         embed_dim=asked.embed,
@@ -77,18 +82,21 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     loaded = sl.hf.load(folder, dtype=asked.dtype)
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
     pages = asked.slots * 40
-    engine = sl.Engine(loaded, context=2304, slots=asked.slots, pages=pages, prefix_cache=False)
+    engine = sl.Engine(loaded, context=CONTEXT, slots=asked.slots, pages=pages, prefix_cache=False)
     engine.warm_up()
     programs = engine.stats().num_compiled
-    ours, theirs = [rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)])], []
+    ours, theirs, of_vllm = [rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)])], [], []
     held = weights + sum(x.nbytes for x in jax.tree.leaves(engine._state.pages))
     beyond = resident() - (held if jax.default_backend() == "cpu" else 0)
     peer = None if asked.without_transformers else Peer(folder, asked.dtype)
+    vllm = None if asked.vllm is None else VllmPeer(folder, prompts, asked)
     for _ in range(asked.rounds):
         ours.append(rate(lambda: [len(a.ids) for a in ours_of(engine, prompts)]))
         if peer is not None:
             theirs.append(rate(lambda: peer.counts(prompts)))
-        print("tokens per second:", ours[-1], theirs[-1:] or "")
+        if vllm is not None:
+            of_vllm.append(rate(vllm.counts))
+        print("tokens per second:", ours[-1], *theirs[-1:], *of_vllm[-1:])
     figures: dict[str, Any] = {
         "tokens_per_second": statistics.median(ours),
         "programs": programs,
@@ -101,6 +109,9 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     if theirs:
         figures["transformers_tokens_per_second"] = statistics.median(theirs)
         figures["ratio"] = round(statistics.median(ours) / statistics.median(theirs), 2)
+    if of_vllm:
+        figures["vllm_tokens_per_second"] = statistics.median(of_vllm)
+        figures["vllm_ratio"] = round(statistics.median(ours) / statistics.median(of_vllm), 2)
     return figures
 
 
@@ -133,6 +144,34 @@ class Peer:
         return [len(one.generated_tokens) for one in found.values()]
 
 
+class VllmPeer:
+    """vLLM in a process of its own."""
+
+    def __init__(self, folder: Path, prompts: list[list[int]], asked: argparse.Namespace):
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+        script = Path(__file__).with_name("vllm_peer.py")
+        sizes = map(str, (asked.slots, CONTEXT, ANSWER))
+        self._process = subprocess.Popen(
+            [asked.vllm, script, folder, folder / "prompts.json", asked.dtype, *sizes],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={name: x for name, x in os.environ.items() if name != "PYTHONPATH"},
+        )
+        self._said("ready")
+        self.counts()
+
+    def counts(self) -> list[int]:
+        print("go", file=self._process.stdin, flush=True)
+        return json.loads(self._said("["))
+
+    def _said(self, start: str) -> str:
+        for line in self._process.stdout or ():
+            if line.startswith(start):
+                return line
+        raise SystemExit(f"vLLM ended with {self._process.wait()}; see its messages above.")
+
+
 def host_share(loaded: Any, prompts: list[list[int]]) -> float:
     engine = sl.Engine(loaded, context=512, pages=32 * 40, overlap=False)
     engine.warm_up()
@@ -151,7 +190,7 @@ def host_share(loaded: Any, prompts: list[list[int]]) -> float:
 
 
 def stall_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
-    engine = sl.Engine(loaded, context=2304, pages=32 * 40, chunk=64)
+    engine = sl.Engine(loaded, context=CONTEXT, pages=32 * 40, chunk=64)
     engine.warm_up()
     for _ in range(8):
         engine.submit(rng.integers(0, vocab, 64).tolist(), max_tokens=200, ignore_end=True)
@@ -174,7 +213,7 @@ def step_seconds(engine: sl.Engine) -> float:
 
 
 def prefix_ratio(loaded: Any, vocab: int, rng: np.random.Generator) -> float:
-    engine = sl.Engine(loaded, context=2304, pages=32 * 40)
+    engine = sl.Engine(loaded, context=CONTEXT, pages=32 * 40)
     engine.warm_up()
 
     def first_token_seconds(prompt: list[int]) -> float:
