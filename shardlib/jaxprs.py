@@ -47,6 +47,15 @@ def equations(jaxpr: Jaxpr, runs: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
             yield from equations(inner, runs * times)
 
 
+def bound(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an equation for other operands, in its context, such as a precision of
+    products or a compute placement."""
+    options = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*operands, **options)
+    return results if equation.primitive.multiple_results else [results]
+
+
 def holds(jaxpr: Jaxpr, *names: str) -> bool:
     """Whether a program, or one inside it, has one of some primitives."""
     return any(equation.primitive.name in names for equation, _ in equations(jaxpr))
@@ -208,7 +217,7 @@ class _Flattening:
             here = f"{stack}/{name_stack}"
             named = name_stack if names is None else names + name_stack
             given = tuple(read(var) for var in equation.invars)
-            inner, captured = _called(equation)
+            inner, captured = called(equation)
             results: Sequence[Atom]
             if inner is not None and not (self.fenced and is_fence(equation)):
                 results = self._inline(inner, captured, given, here, named)
@@ -267,7 +276,7 @@ def _loops_once(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "scan" and equation.params["length"] == 1
 
 
-def _called(equation: JaxprEqn) -> tuple[Jaxpr | None, Sequence[Any]]:
+def called(equation: JaxprEqn) -> tuple[Jaxpr | None, Sequence[Any]]:
     """Returns the program that an equation runs once unchanged, and its constants; None for other
     equations."""
     if equation.primitive.name not in CALLS | REMAT:

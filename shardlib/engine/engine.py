@@ -35,6 +35,7 @@ from shardlib.engine.encoder import (
     text_arrays,
 )
 from shardlib.engine.grammars import GrammarReader
+from shardlib.engine.layer_kernels import layer_kernels
 from shardlib.engine.open_requests import InFlight, OpenRequests
 from shardlib.engine.programs import (
     Arranger,
@@ -157,7 +158,7 @@ class Engine:
         if deterministic:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
-        self._params = placed(params, self._shardings)
+        self._serve(params)
         self._state: DeviceState | None = self._programs.initial(self._params)
         self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache, self._state)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
@@ -166,6 +167,10 @@ class Engine:
         self._num_steps = 0
         self.version = 0
         """The version of the parameters; see `update`."""
+
+    def _serve(self, params: nnx.State) -> None:
+        self._params = placed(params, self._shardings)
+        self._kernels = layer_kernels(self._params)
 
     def submit(
         self,
@@ -318,7 +323,9 @@ class Engine:
             self._state, embeddings = self._encoded(texts)
         if step.draws:
             arrays = self._arranger.arrays(step, added)
-            self._state, result = self._programs.run(self._params, self._ready(), arrays)
+            self._state, result = self._programs.run(
+                self._params, self._ready(), arrays, self._kernels
+            )
         return InFlight(step, result, embeddings, self.version)
 
     def _encoded(self, texts: TextArrays) -> tuple[DeviceState, jax.Array | None]:
@@ -353,7 +360,9 @@ class Engine:
                 shape = *arrays.settings.seed.shape, self.vocab_size
                 for added in (None, np.zeros(shape, np.float32)):
                     with_added = arrays._replace(added=added)
-                    self._state, _ = self._programs.run(self._params, self._ready(), with_added)
+                    self._state, _ = self._programs.run(
+                        self._params, self._ready(), with_added, self._kernels
+                    )
         return_unused()
 
     def generate(
@@ -445,7 +454,7 @@ class Engine:
         """
         served = nnx.state(self._weights.served(params))
         with self._lock:
-            self._params = placed(served, self._shardings)
+            self._serve(served)
             self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
 

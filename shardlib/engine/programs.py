@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 from shardlib.engine.adapters import NO_ADAPTER, adapter_of_rows
 from shardlib.engine.by_rows import by_rows
 from shardlib.engine.embedding import embeddings
+from shardlib.engine.layer_kernels import LayerKernels, with_kernels
 from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.room import check_room, least_free
@@ -135,20 +136,35 @@ class EnginePrograms:
             return DeviceState(pages, constrain(tokens, "batch", None))
 
     def run(
-        self, params: nnx.State, state: DeviceState, arrays: StepArrays
+        self,
+        params: nnx.State,
+        state: DeviceState,
+        arrays: StepArrays,
+        kernels: LayerKernels | None = None,
     ) -> tuple[DeviceState, StepResult]:
         """Starts a step; `state` is donated. It is compiled once for each number of lanes, and once
-        more for steps that add to logits."""
-        return self._run(params, state, arrays)
+        more for steps that add to logits. `kernels` are the result of
+        `layer_kernels` for the parameters."""
+        return self._run(params, state, arrays, kernels)
 
     def program(self) -> Any:
-        """Returns the jitted step, a function of parameters, state and arrays."""
+        """Returns the jitted step, a function of parameters, state, arrays, and kernels if any."""
         return self._run
 
     def _step(
-        self, params: nnx.State, state: DeviceState, arrays: StepArrays
+        self,
+        params: nnx.State,
+        state: DeviceState,
+        arrays: StepArrays,
+        kernels: LayerKernels | None = None,
     ) -> tuple[DeviceState, StepResult]:
         self.num_traced += 1
+        step = with_kernels(self._computed, kernels) if kernels else self._computed
+        return step(params, state, arrays)
+
+    def _computed(
+        self, params: nnx.State, state: DeviceState, arrays: StepArrays
+    ) -> tuple[DeviceState, StepResult]:
         decoding = self._decoding
         assert decoding is not None, "an encoder has no rows and lanes"
         arrays = jax.tree.map(jnp.asarray, arrays)

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
+from shardlib.jaxprs import bound
 from shardlib.sharding.partition import pin
 from shardlib.train.guards import keep_unless
 from shardlib.train.state import TrainState
@@ -183,12 +184,7 @@ def _evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        options = equation.primitive.get_bind_params(equation.params)
-        # Restores the context of the equation, such as a compute placement.
-        with equation.ctx.manager:
-            results = equation.primitive.bind(*map(read, equation.invars), **options)
-        if not equation.primitive.multiple_results:
-            results = [results]
+        results = bound(equation, list(map(read, equation.invars)))
         for var, value in zip(equation.outvars, results, strict=True):
             values[var] = choose(var, value)
     return [read(atom) for atom in jaxpr.outvars]
