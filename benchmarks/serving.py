@@ -3,7 +3,8 @@
 A Llama of 134 million parameters with random weights continues prompts of 64 to 191 random tokens
 by 64 tokens each, greedily, in float32 on the cores of this machine, or with JAX_PLATFORMS=cuda in
 either dtype on its GPU. All read the same folder, and take turns; the figures are medians of the
-rounds. vLLM runs in a process of its own, whose threads sleep while it waits.
+rounds. vLLM runs on a CPU, uncompiled and in a process of its own, which ends before the other
+measurements.
 
 - tokens_per_second: tokens of answers over wall time, their `ratio` to transformers, and with
   `--vllm` their `vllm_ratio`;
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vLLM")
     asked = parser.parse_args()
+    if asked.vllm is not None and jax.default_backend() != "cpu":
+        parser.error("--vllm compares on a CPU alone: set JAX_PLATFORMS=cpu")
     config = TransformerConfig(
         embed_dim=asked.embed,
         num_layers=asked.layers,
@@ -96,7 +99,9 @@ def measured(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
             theirs.append(rate(lambda: peer.counts(prompts)))
         if vllm is not None:
             of_vllm.append(rate(vllm.counts))
-        print("tokens per second:", ours[-1], *theirs[-1:], *of_vllm[-1:])
+        print(f"tokens per second: {ours[-1]}, transformers {theirs[-1:]}, vLLM {of_vllm[-1:]}")
+    if vllm is not None:
+        vllm.end()
     figures: dict[str, Any] = {
         "tokens_per_second": statistics.median(ours),
         "programs": programs,
@@ -164,6 +169,9 @@ class VllmPeer:
     def counts(self) -> list[int]:
         print("go", file=self._process.stdin, flush=True)
         return json.loads(self._said("["))
+
+    def end(self) -> None:
+        self._process.communicate()
 
     def _said(self, start: str) -> str:
         for line in self._process.stdout or ():

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, cast
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.source_info_util import NameStack
+from jax.extend.source_info_util import NameStack, current_name_stack, user_context
 
 _CALLS = """
     jit pjit closed_call core_call eval_jaxpr composite linear_call custom_jvp_call custom_vjp_call
@@ -47,11 +47,12 @@ def equations(jaxpr: Jaxpr, runs: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
             yield from equations(inner, runs * times)
 
 
-def bound(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation for other operands, in its context, such as a precision of
-    products or a compute placement."""
-    options = equation.primitive.get_bind_params(equation.params)
-    with equation.ctx.manager:
+def bind_again(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an equation for other operands, in its context, such as a compute
+    placement, and under its names."""
+    options, source = equation.primitive.get_bind_params(equation.params), equation.source_info
+    names = current_name_stack() + source.name_stack
+    with user_context(source.traceback, name_stack=names), equation.ctx.manager:
         results = equation.primitive.bind(*operands, **options)
     return results if equation.primitive.multiple_results else [results]
 

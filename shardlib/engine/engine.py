@@ -158,7 +158,7 @@ class Engine:
         if deterministic:
             check_exact(params)
         self._shardings = shardings_of(params, servable.scope)
-        self._serve(params)
+        self._set_params(params)
         self._state: DeviceState | None = self._programs.initial(self._params)
         self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache, self._state)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
@@ -168,9 +168,10 @@ class Engine:
         self.version = 0
         """The version of the parameters; see `update`."""
 
-    def _serve(self, params: nnx.State) -> None:
-        self._params = placed(params, self._shardings)
-        self._kernels = layer_kernels(self._params)
+    def _set_params(self, params: nnx.State) -> None:
+        params = placed(params, self._shardings)
+        # Together, or a failed one would leave kernels of other parameters.
+        self._params, self._kernels = params, layer_kernels(params)
 
     def submit(
         self,
@@ -445,7 +446,8 @@ class Engine:
 
         Args:
             params: The state of a module of the same structure and shapes, on any mesh. Arrays that
-                lie as the engine's do are not copied: do not donate them.
+                lie as the engine's do are not copied: do not donate them. On one CPU it waits until
+                they are computed.
             version: Their version, such as the training step, which their tokens have; None for
                 one more than the last.
 
@@ -454,7 +456,7 @@ class Engine:
         """
         served = nnx.state(self._weights.served(params))
         with self._lock:
-            self._serve(served)
+            self._set_params(served)
             self.version = self.version + 1 if version is None else version
             self.scheduler.forget()
 

@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from shardlib.jaxprs import bound, called, is_literal, scan_parts
+from shardlib.functional.protocol import axis_names_of
+from shardlib.jaxprs import bind_again, called, is_literal, scan_parts
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
 _ALIGNMENT = 64
@@ -33,25 +34,26 @@ def layer_kernels(params: nnx.State) -> LayerKernels:
     than a CPU, on several devices, and where all kernels are small."""
     kernels: LayerKernels = []
     for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        # A variable may hold several arrays, as one of 8 bits does with its scales.
-        kernels += [_kernels_of(leaf), *[()] * (len(jax.tree.leaves(leaf)) - 1)]
+        # A variable may hold several arrays, as one of 8 bits does with its scales, or none.
+        others = [()] * len(jax.tree.leaves(leaf))
+        kernels += [_kernels_of(leaf), *others[1:]] if others else []
     return kernels if any(kernels) else []
 
 
 def _kernels_of(leaf: Any) -> tuple[jax.Array, ...]:
-    axes = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
-    if not axes or axes[0] != "layers":
-        return ()
-    stack = leaf.get_value()
+    stack = leaf.get_value() if isinstance(leaf, nnx.Variable) else None
     if not isinstance(stack, jax.Array) or stack.ndim < 3:
         return ()
-    devices = stack.sharding.device_set
+    device, *others = stack.sharding.device_set
+    if others or not stack.is_fully_addressable or device.platform != "cpu":
+        return ()
+    names = axis_names_of(leaf.get_metadata().get("out_sharding"), stack.ndim) or (None,)
+    # Kernels of 8 bits are widened before a product.
+    is_stack = names[0] == "layers" and jnp.issubdtype(stack.dtype, jnp.floating)
     size = stack.nbytes // len(stack)
-    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+    if not is_stack or size < _LEAST_BYTES or size % _ALIGNMENT:
         return ()
-    if size < _LEAST_BYTES or size % _ALIGNMENT:
-        return ()
-    return tuple(jax.device_put(x, stack.sharding, may_alias=True) for x in np.asarray(stack))
+    return tuple(jax.device_put(kernel, device) for kernel in np.asarray(stack))
 
 
 def with_kernels(function: Callable[..., Any], kernels: LayerKernels) -> Callable[..., Any]:
@@ -60,86 +62,93 @@ def with_kernels(function: Callable[..., Any], kernels: LayerKernels) -> Callabl
     def run(params: nnx.State, *others: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *others)
         values = jax.tree.leaves((params, *others))
-        apart = dict(enumerate(kernels))
-        results = _retraced(closed.jaxpr, closed.consts, values, apart)
+        pairs = zip(jax.tree.leaves(params), kernels, strict=True)
+        known = {number: stack for number, (_, stack) in enumerate(pairs) if stack}
+        results = _retraced(closed.jaxpr, closed.consts, values, known)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OfLayer:
+class _LayerKernel:
     """The kernel of the layer at which a loop is."""
 
-    layers: tuple[jax.Array, ...]
+    stack: tuple[jax.Array, ...]
     number: jax.Array
 
 
-_Apart = tuple[jax.Array, ...] | _OfLayer
-"""What is known of a variable: the kernels of a stack, outside of the loop, or that of a layer."""
+_Known = Mapping[int, tuple[jax.Array, ...] | _LayerKernel]
+"""The operands of a program or an equation, by their number, that are kernels: all kernels of a
+stack outside of the loop, and the kernel of one layer inside."""
 
 
 def _retraced(
-    jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], known: Mapping[int, _Apart]
+    jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], known: _Known
 ) -> list[Any]:
-    """Retraces a program. `known` has what is known of its arguments, by their number."""
+    """Retraces a program; `known` are kernels among its arguments."""
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
-    apart: dict[Any, _Apart] = {jaxpr.invars[at]: one for at, one in known.items() if one}
+    kernels: dict[Any, Any] = {jaxpr.invars[number]: kernel for number, kernel in known.items()}
 
     def read(atom: Any) -> Any:
         return atom.val if is_literal(atom) else values[atom]
 
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
-        of_given = [None if is_literal(atom) else apart.get(atom) for atom in equation.invars]
-        here = {number: one for number, one in enumerate(of_given) if one}
-        values.update(zip(equation.outvars, _results(equation, given, here), strict=True))
+        operands = equation.invars
+        named = [n for n, x in enumerate(operands) if not is_literal(x) and x in kernels]
+        results = _results(
+            equation, [*map(read, operands)], {n: kernels[operands[n]] for n in named}
+        )
+        values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results(equation: JaxprEqn, given: list[Any], known: dict[int, _Apart]) -> Sequence[Any]:
-    name = equation.primitive.name
-    inner, consts = called(equation) if known else (None, ())
+def _results(equation: JaxprEqn, operands: list[Any], known: _Known) -> Sequence[Any]:
+    """Returns the results of an equation for other operands; `known` are kernels among them."""
+    if not known:
+        return bind_again(equation, operands)
+    inner, consts = called(equation)
     if inner is not None:
-        skipped = len(given) - len(inner.invars)
-        known = {number - skipped: one for number, one in known.items() if number >= skipped}
-        return _retraced(inner, consts, given[skipped:], known)
-    of_layers = {n: one for n, one in known.items() if isinstance(one, _OfLayer)}
-    if name == "scan" and len(of_layers) < len(known):
-        return _loop(equation, given, known)
-    if name in _PRODUCTS and len(of_layers) == 1:
-        return [_product(equation, given, *of_layers.popitem())]
-    return bound(equation, given)
+        skipped = len(operands) - len(inner.invars)
+        known = {n - skipped: kernel for n, kernel in known.items() if n >= skipped}
+        return _retraced(inner, consts, operands[skipped:], known)
+    layers = {n: kernel for n, kernel in known.items() if isinstance(kernel, _LayerKernel)}
+    name = equation.primitive.name
+    if name == "scan" and not layers:
+        return _loop(equation, operands, known)
+    if name in _PRODUCTS and len(layers) == 1:
+        return [_product(equation, operands, *layers.popitem())]
+    return bind_again(equation, operands)
 
 
-def _loop(scan: JaxprEqn, given: list[Any], known: dict[int, _Apart]) -> list[Any]:
+def _loop(scan: JaxprEqn, operands: list[Any], known: _Known) -> list[Any]:
     """Runs a loop over layers whose body knows the number of its layer."""
     body, (fixed, carried) = scan.params["jaxpr"], scan_parts(scan)
     first = fixed + carried
-    sliced = {at: one for at, one in known.items() if at >= first}
-    stacks = {at: one for at, one in sliced.items() if not isinstance(one, _OfLayer)}
+    stacks = [(n, x) for n, x in known.items() if n >= first and not isinstance(x, _LayerKernel)]
 
     def step(carry: list[Any], inputs: tuple[jax.Array, list[Any]]) -> tuple[list[Any], list[Any]]:
         number, slices = inputs
-        kernels = {at: _OfLayer(layers, number) for at, layers in stacks.items()}
-        arguments = [*given[:fixed], *carry, *slices]
+        kernels = {n: _LayerKernel(stack, number) for n, stack in stacks}
+        arguments = [*operands[:fixed], *carry, *slices]
         results = _retraced(body.jaxpr, body.consts, arguments, kernels)
         return results[:carried], results[carried:]
 
-    length = scan.params["length"]
-    over = jnp.arange(length, dtype=jnp.int32), given[first:]
-    carry, stacked = jax.lax.scan(
-        step, given[fixed:first], over, length, reverse=scan.params["reverse"]
-    )
-    return [*carry, *stacked]
+    options = {name: scan.params[name] for name in ("length", "reverse", "unroll")}
+    numbers = jnp.arange(options["length"], dtype=jnp.int32)
+    over = numbers, operands[first:]
+    carry, outputs = jax.lax.scan(step, operands[fixed:first], over, **options)
+    return [*carry, *outputs]
 
 
-def _product(equation: JaxprEqn, given: list[Any], at: int, kernel: _OfLayer) -> jax.Array:
-    """Returns a product with the kernel of a layer, which is the operand `at`."""
+def _product(
+    equation: JaxprEqn, operands: list[Any], number: int, kernel: _LayerKernel
+) -> jax.Array:
+    """Returns a product whose operand with a number is the kernel of a layer."""
 
     def by(layer: jax.Array) -> Callable[[list[Any]], Any]:
-        return lambda others: bound(equation, [*others[:at], layer, *others[at:]])[0]
+        return lambda others: bind_again(equation, [*others[:number], layer, *others[number:]])[0]
 
-    others = [*given[:at], *given[at + 1 :]]
-    return jax.lax.switch(kernel.number, [by(layer) for layer in kernel.layers], others)
+    others = [*operands[:number], *operands[number + 1 :]]
+    return jax.lax.switch(kernel.number, [by(layer) for layer in kernel.stack], others)

@@ -143,8 +143,7 @@ class EnginePrograms:
         kernels: LayerKernels | None = None,
     ) -> tuple[DeviceState, StepResult]:
         """Starts a step; `state` is donated. It is compiled once for each number of lanes, and once
-        more for steps that add to logits. `kernels` are the result of
-        `layer_kernels` for the parameters."""
+        more for steps that add to logits. `kernels` are those that `layer_kernels` returns."""
         return self._run(params, state, arrays, kernels)
 
     def program(self) -> Any:

@@ -115,9 +115,10 @@ class Expected:
         if losses or 2 * len(unclear) > num_gradients:
             first = (losses or unclear)[0]
             change = self.bounds[first] / SAFETY
-            fix = "Take fewer steps, a lower learning rate or more examples"
+            few = "fewer steps, a lower learning rate or more examples"
+            fix = f"Take {few}"
             if narrow:
-                fix = f"Compute in float32: the step rounds {narrow}"
+                fix = f"Compute in float32, where the step rounds {narrow}; or take {few}"
             raise ModelError(
                 f"{first} cannot be compared: rounding of the parameters changes it by "
                 f"{change:.1e} on one device already.\n  {fix}."

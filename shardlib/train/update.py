@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
-from shardlib.jaxprs import bound
+from shardlib.jaxprs import bind_again
 from shardlib.sharding.partition import pin
 from shardlib.train.guards import keep_unless
 from shardlib.train.state import TrainState
@@ -184,7 +184,7 @@ def _evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        results = bound(equation, list(map(read, equation.invars)))
+        results = bind_again(equation, list(map(read, equation.invars)))
         for var, value in zip(equation.outvars, results, strict=True):
             values[var] = choose(var, value)
     return [read(atom) for atom in jaxpr.outvars]

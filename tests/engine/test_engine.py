@@ -513,10 +513,10 @@ def test_a_request_that_breaks_steps_ends_alone(engine, monkeypatch):
     requests = [engine.submit(prompt, **settings) for prompt in asked]
     run = engine._programs.run
 
-    def fails(params, state, arrays):
+    def fails(params, state, arrays, kernels):
         if 66 in arrays.tokens:
             raise RuntimeError("of this prompt")
-        return run(params, state, arrays)
+        return run(params, state, arrays, kernels)
 
     monkeypatch.setattr(engine._programs, "run", fails)
     failures = 0

@@ -145,3 +145,49 @@ def test_bits_do_not_depend_on_the_company(options):
         assert engine._kernels
         together = bits(prompts)
         assert [bits([prompt])[0] for prompt in prompts] == together
+
+
+@pytest.mark.mesh
+def test_updated_parameters_have_kernels_of_their_own():
+    served = made()
+    engine = Engine(served, context=64, chunk=64)
+    prompts = [[1, 2, 3], [4, 5]]
+    before = [one.ids for one in engine.generate(prompts, max_tokens=12, ignore_end=True)]
+    params = jax.tree.map(lambda x: x * 1.5, nnx.state(served.model))
+    engine.update(params)
+    after = [one.ids for one in engine.generate(prompts, max_tokens=12, ignore_end=True)]
+    other = made()
+    nnx.update(other.model, params)
+    new = Engine(other, context=64, chunk=64).generate(prompts, max_tokens=12, ignore_end=True)
+    assert before != after == [one.ids for one in new]
+
+
+class Odd(nnx.Module):
+    """Variables without an array and with several, before a stack; the loop runs backward."""
+
+    def __init__(self, rngs):
+        stack = {"out_sharding": ("layers", "embed", "mlp"), "eager_sharding": False}
+        self.a_few = nnx.Param((jnp.ones(2), jnp.ones(3)))
+        self.an_absent = nnx.Param(None)
+        self.bits = nnx.Param(jnp.ones((LAYERS, WIDTH, WIDTH), jnp.int8), **stack)
+        self.kernel = nnx.Param(rngs.params.normal((LAYERS, WIDTH, WIDTH)) / 8, **stack)
+
+    def __call__(self, x):
+        def layer(x, kernel):
+            return jax.checkpoint(jnp.tanh)(x @ kernel), x
+
+        x, outputs = jax.lax.scan(layer, x, self.kernel[...], reverse=True, unroll=2)
+        return x + jnp.sum(self.a_few.get_value()[1]), outputs
+
+
+def test_kernels_belong_to_their_parameters():
+    graphdef, params = nnx.split(Odd(nnx.Rngs(0)))
+    kernels, x = layer_kernels(params), jnp.ones((4, WIDTH))
+    assert len(kernels) == len(jax.tree.leaves(params))
+    assert [len(stack) for stack in kernels if stack] == [LAYERS]
+
+    def call(params, x):
+        return nnx.merge(graphdef, params)(x)
+
+    found, expected = with_kernels(call, kernels)(params, x), call(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, expected)

@@ -351,10 +351,10 @@ def test_a_request_that_breaks_steps_ends_alone(caplog, monkeypatch):
     right = engine.generate("good", max_tokens=40, temperature=1.0, seed=1)[0].text
     run = engine._programs.run
 
-    def fails(params, state, arrays):
+    def fails(params, state, arrays, kernels):
         if ord("!") in arrays.tokens:
             raise RuntimeError("a bad prompt")
-        return run(params, state, arrays)
+        return run(params, state, arrays, kernels)
 
     monkeypatch.setattr(engine._programs, "run", fails)
     good = {"prompt": "good", "max_tokens": 40, "seed": 1}

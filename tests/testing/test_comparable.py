@@ -70,7 +70,7 @@ def test_a_model_that_is_narrower_everywhere_is_not_the_fault_of_a_mesh():
     def rounded(model, batch, rng):
         return jnp.mean(jnp.square(model(batch["x"]).astype(jnp.bfloat16).astype(jnp.float32)))
 
-    fault = r"loss of step 1 cannot .* already\.\n  Compute in float32: .* bfloat16 \(at .*comp"
+    fault = r"loss of step 1 cannot .* already\.\n  Compute in float32, .* bfloat16 \(at .*comp"
     with pytest.raises(ModelError, match=fault):
         assert_equivalent(Model, rounded, BATCH, "data=8", steps=1)
 
