@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
 from shardlib.cost.traced.products import PRODUCTS
@@ -51,7 +52,10 @@ def _run(program: PartitionedProgram, values: Sequence[Any], scope: Scope) -> li
 
     for step in program.steps:
         operation = step.operation
-        results = _step(step, [read(v) for v in operation.invars], scope)
+        # `explain` attributes operations to stages by these names.
+        names = source_info_util.current_name_stack() + operation.names
+        with source_info_util.user_context(operation.equation.source_info.traceback, name_stack=names):
+            results = _step(step, [read(v) for v in operation.invars], scope)
         env.update(zip(operation.outvars, results, strict=True))
     return [read(v) for v in program.flat.outvars]
 

@@ -405,7 +405,9 @@ CASES = {
         {"vocab": _VOCAB, "dim": 1024},
         {"vocab": 64, "dim": 32},
         _text(64, 128, _VOCAB),
-        _ENDS,
+        # The gates are the columns of both kernels. The faster of what one would write: with whole
+        # kernels a step takes 1.10 of the time on fsdp=4,tensor=2.
+        {**_ENDS, "**/dense_i/kernel": ("embed", "mlp"), "**/dense_h/kernel": (None, "mlp")},
     ),
     "graph": Case(
         GraphNet,

@@ -162,13 +162,15 @@ def _scatters(
     left, steps = set(pending), list[_MoveStep]()
     for dim, target in enumerate(want):
         here = dims[dim]
+        start = len(here)
         while len(here) < len(target) and here == list(target[: len(here)]):
             axis = target[len(here)]
             if axis not in left:
                 break
-            steps.append(_MoveStep("scatter", (axis,), dim))
             here.append(axis)
             left.discard(axis)
+        if added := tuple(here[start:]):
+            steps.append(_MoveStep("scatter", added, dim))
     return steps, frozenset(left)
 
 
@@ -222,7 +224,7 @@ def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> ja
     assert want.pending <= have.pending, f"{have} cannot become {want}"
     for step in _move_steps(have.dims, have.pending - want.pending, want.dims):
         if step.kind == "scatter":
-            x = _psum_scatter(x, step.axes[0], step.dim)
+            x = _psum_scatter(x, step.axes, step.dim)
         elif step.kind == "sum":
             # In mesh order, so that every device names them in the same order.
             x = lax.psum(x, tuple(axis for axis in sizes if axis in step.axes))
@@ -237,11 +239,11 @@ def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> ja
     return x
 
 
-def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Returns this device's part of a sum over an axis.
+def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns this device's part of a sum over some axes, the first of which is major.
 
     The dim comes first: XLA makes an all-reduce and a slice of a sum cut along the last dim
     (libtpu 0.0.42), which sends twice as much.
     """
-    x = lax.psum_scatter(jnp.moveaxis(x, dim, 0), axis, scatter_dimension=0, tiled=True)
+    x = lax.psum_scatter(jnp.moveaxis(x, dim, 0), axes, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -49,9 +50,20 @@ def test_every_move_keeps_the_value(mesh):
         np.testing.assert_array_equal(moved, x, err_msg=str(pair))
 
 
-@pytest.mark.parametrize("want", [(), ("data",), ("fsdp", "data"), (("tensor", "fsdp"),)])
-def test_pending_sums_are_taken_once(mesh, want):
-    """Each device along `data` and `fsdp` holds a term: the sum counts every term once."""
+@pytest.mark.parametrize(
+    ("want", "collectives"),
+    [
+        ((), ["psum"]),
+        (("data",), ["reduce_scatter", "psum"]),
+        (("fsdp", "data"), ["reduce_scatter"] * 2),
+        ((("tensor", "fsdp"),), ["psum"]),
+        ((("data", "fsdp"),), ["reduce_scatter"]),
+        ((("fsdp", "data"), "tensor"), ["reduce_scatter"]),
+    ],
+)
+def test_pending_sums_are_taken_once(mesh, want, collectives):
+    """Each device along `data` and `fsdp` holds a term: the sum counts every term once. Axes that
+    cut one dim take it together."""
     x = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
     have, to = ValueLayout(((), ()), frozenset({"data", "fsdp"})), from_spec(want, 2)
 
@@ -63,6 +75,8 @@ def test_pending_sums_are_taken_once(mesh, want):
         run, mesh=mesh, in_specs=PartitionSpec(), out_specs=to.spec, check_vma=False
     )
     np.testing.assert_array_equal(jax.jit(region)(x), x * (1 + 2 + 3 + 4))
+    sums = re.findall(r"\b(psum|reduce_scatter)\w*\[", str(jax.make_jaxpr(region)(x)))
+    assert sums == collectives
 
 
 def test_bytes_of_ring_collectives():
