@@ -54,7 +54,8 @@ def _run(program: PartitionedProgram, values: Sequence[Any], scope: Scope) -> li
         operation = step.operation
         # `explain` attributes operations to stages by these names.
         names = source_info_util.current_name_stack() + operation.names
-        with source_info_util.user_context(operation.equation.source_info.traceback, name_stack=names):
+        traceback = operation.equation.source_info.traceback
+        with source_info_util.user_context(traceback, name_stack=names):
             results = _step(step, [read(v) for v in operation.invars], scope)
         env.update(zip(operation.outvars, results, strict=True))
     return [read(v) for v in program.flat.outvars]

@@ -141,6 +141,24 @@ def test_rows_see_the_keys_of_their_sequence(steps, layer, options, reading):
     check(found, pages, steps[:1], layer, options)
 
 
+@pytest.mark.parametrize("reading", ["rows", "lanes"])
+def test_pages_by_head_give_the_same_bits(steps, reading):
+    """As on a CPU: [kv_heads, page_size, dim] in place of [page_size, kv_heads * dim]."""
+
+    def by_head(cache):
+        heads = cache.reshape(*cache.shape[:-1], KV_HEADS, -1)
+        return np.moveaxis(heads, -2, -3)
+
+    (step,) = steps[:1]
+    before, after = (tuple(map(by_head, of)) for of in (step.before, step.after))
+    found, pages = attended([step._replace(before=before)], 1, {}, reading)
+    wanted, _ = attended([step], 1, {}, reading)
+    has_sequence = step.arrays[-1].pages > 0
+    np.testing.assert_array_equal(found[0][has_sequence], wanted[0][has_sequence])
+    for cache, expected_cache in zip(pages, after, strict=False):
+        np.testing.assert_array_equal(cache[1, 0, 1:], expected_cache[1, 1:])
+
+
 def test_a_cpu_reads_rows_apart_where_it_is_told_to(steps):
     """A row of a slot then has the bits of the same row in a lane."""
     (step,) = steps[:1]

@@ -29,11 +29,14 @@ _START = -1e30
 
 
 class GroupPages(NamedTuple):
-    """Keys and values of a stack of layers: [layers, 1, pages, page_size, heads * head_dim] each.
+    """Keys and values of a stack of layers: [layers, 1, pages, page_size, heads * head_dim] each,
+    or on a CPU [layers, 1, pages, heads, page_size, head_dim].
 
-    A row writes the whole last dim, so compilers write in place. With a dim of their own, heads
-    would lie in another order in the write than in the read, and each layer would copy the cache.
-    So it would if the dim of the group were removed and added again.
+    On GPUs and TPUs a row writes the whole last dim, so compilers write in place. With a dim of
+    their own, heads would lie in another order in the write than in the read, and each layer would
+    copy the cache. So it would if the dim of the group were removed and added again. On a CPU the
+    keys of a head lie together, as a product reads them: there nothing else would bring them into
+    this order than a copy of each block.
     """
 
     key: jax.Array
@@ -44,7 +47,16 @@ class GroupPages(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        return self.key.shape[3]
+        return self.key.shape[-2]
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the keys of a head lie together."""
+        return self.key.ndim == 6
+
+    def num_heads(self, head_dim: int) -> int:
+        """Returns the number of heads of keys, whose dim is given, and of values."""
+        return self.key.shape[3] if self.by_head else self.key.shape[-1] // head_dim
 
     def written(
         self,
@@ -66,8 +78,11 @@ class GroupPages(NamedTuple):
                 new, factors = _in_int8(new)
                 of_heads = heads[None] * page_size + at[:, None]
                 scales = scales.at[layer, 0, at_pages[:, None], of_heads].set(factors)
-            new = new.reshape(new.shape[0], -1).astype(pages.dtype)
-            return pages.at[layer, 0, at_pages, at].set(new), scales
+            new = new.astype(pages.dtype)
+            if self.by_head:
+                place = layer, 0, at_pages[:, None], heads, at[:, None]
+                return pages.at[place].set(new), scales
+            return pages.at[layer, 0, at_pages, at].set(new.reshape(new.shape[0], -1)), scales
 
         keys, key_scale = write(self.key, self.key_scale, key)
         values, value_scale = write(self.value, self.value_scale, value)
@@ -103,8 +118,9 @@ def attend_group(
     """Returns attention [rows, heads, value_dim] of rows to their sequences; see `attend_pages`.
     `firsts` [rows] are the first positions that rows see; None for 0."""
     (num_rows, heads, head_dim), dtype = query.shape, query.dtype
-    kv_heads = pages.key.shape[-1] // head_dim
-    group, value_dim = heads // kv_heads, pages.value.shape[-1] // kv_heads
+    kv_heads = pages.num_heads(head_dim)
+    value_dim = pages.value.shape[-1] // (1 if pages.by_head else kv_heads)
+    group = heads // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
     if reading == "all":
@@ -243,8 +259,11 @@ class _BlockReader(NamedTuple):
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
 
         def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
-            found = cache[self.layer, 0, pages].reshape(self.block, self.kv_heads, -1)
-            found = jnp.moveaxis(found, 0, 1)
+            found = cache[self.layer, 0, pages]
+            if self.pages.by_head:
+                found = jnp.moveaxis(found, 0, 1).reshape(self.kv_heads, self.block, -1)
+            else:
+                found = jnp.moveaxis(found.reshape(self.block, self.kv_heads, -1), 0, 1)
             if scales is None:
                 return found
             factors = scales[self.layer, 0, pages].reshape(self.pages_a_block, self.kv_heads, -1)

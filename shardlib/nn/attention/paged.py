@@ -27,11 +27,13 @@ from shardlib.sharding.manual import manual
 
 
 class Pages(NamedTuple):
-    """Keys and values of a stack of layers, all heads of a position together. Rows without a
-    sequence write into page 0 of their group, which no sequence owns."""
+    """Keys and values of a stack of layers: all heads of a position together, or on a CPU all
+    positions of a head. Rows without a sequence write into page 0 of their group, which no sequence
+    owns."""
 
-    key: Num[Array, "layers groups pages page_size key_width"]
-    value: Num[Array, "layers groups pages page_size value_width"]
+    key: Num[Array, "layers groups pages *page"]
+    """Each page is [page_size, kv_heads * key_dim], or on a CPU [kv_heads, page_size, key_dim]."""
+    value: Num[Array, "layers groups pages *value_page"]
     key_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
     """The scale of each head of each position, if pages are int8; heads first."""
     value_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
@@ -71,18 +73,23 @@ def empty_pages(
         dtype: Of both; int8 for keys and values in 8 bits, with a scale for each.
     """
 
-    def zeros(dtype: jax.typing.DTypeLike, *last: int) -> jax.Array:
-        pages = jnp.zeros((num_layers, num_groups, num_pages, *last), dtype)
+    def zeros(dtype: jax.typing.DTypeLike, *page: int, of_heads: int = -1) -> jax.Array:
+        pages = jnp.zeros((num_layers, num_groups, num_pages, *page), dtype)
         scope = active()
         if scope is None:
             return pages
         # Cut between heads, or not at all.
         names, sizes = ("batch", "kv_heads"), (num_groups, kv_heads)
         groups, heads = scope.sharding(names, sizes, "activations").spec
-        spec = P(None, groups, *[None] * len(last), heads)
+        of_page: list[Any] = [None] * len(page)
+        of_page[of_heads] = heads
+        spec = P(None, groups, None, *of_page)
         return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
 
-    pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
+    if platform() == "cpu":
+        pages = [zeros(dtype, kv_heads, page_size, size, of_heads=0) for size in dims]
+    else:
+        pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
     if dtype != jnp.int8:
         return Pages(*pages)
     # Heads and positions share a dim: TPUs lay out the last one in tiles of 128.
