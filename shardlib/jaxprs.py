@@ -19,6 +19,7 @@ _CALLS = """
     custom_vjp_call_jaxpr
 """
 CALLS = frozenset(_CALLS.split())
+CUSTOM_GRADIENTS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
 

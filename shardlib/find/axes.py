@@ -161,6 +161,13 @@ class TracedAxes:
         """Returns the root node of each dim."""
         return tuple(map(self.dims.root, tensor.nodes))
 
+    def connect_as(self, gradient: "TracedAxes") -> None:
+        """Connects the dims of the arguments that the program of their gradients connects."""
+        first: dict[int, int] = {}
+        for tensor, again in zip(self.inputs, gradient.inputs, strict=True):
+            for node, there in zip(tensor.nodes, gradient.axes(again), strict=True):
+                self.dims.connect(first.setdefault(there, node), node)
+
     def _tensor(
         self,
         aval: ShapedArray,

@@ -10,6 +10,7 @@ from shardlib.errors import DataError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
+from shardlib.jaxprs import CUSTOM_GRADIENTS, holds
 from shardlib.losses.signature import called_by_position
 from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
 from shardlib.nn.staged import MetStack, stacks_met
@@ -102,6 +103,11 @@ def trace_loss(
     moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
     state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
     program = TracedAxes(closed, kinds, names, frozen)
+    if holds(closed.jaxpr, *CUSTOM_GRADIENTS):
+        # A gradient of one's own may connect dims that the forward pass does not.
+        with naming(FSDP, met):
+            gradient = jax.make_jaxpr(jax.grad(forward))(*arguments)
+        program.connect_as(TracedAxes(gradient, kinds, fenced=True))
     return TracedLoss(
         module,
         frozenset(met),

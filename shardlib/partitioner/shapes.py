@@ -127,7 +127,15 @@ def concatenate(operation: Operation) -> Factors:
 
 @rule("split")
 def split(operation: Operation) -> Factors:
-    return same_dims(operation, {operation.params["axis"]}, linear="first")
+    """A split into one part leaves the dim alone."""
+    axis = operation.params["axis"]
+    if len(operation.outvars) > 1:
+        return same_dims(operation, {axis}, linear="first")
+
+    def local(operation: Operation, values: Arrays, piece: DevicePiece) -> Arrays:
+        return bind(operation, values, sizes=(values[0].shape[axis],))
+
+    return same_dims(operation, (), local=local, linear="first")
 
 
 @rule("stack")

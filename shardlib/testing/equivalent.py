@@ -239,6 +239,15 @@ class Reference:
             program.compiled,
         )
 
+    def check_comparable(self, steps: int = 3) -> None:
+        """Trains on one device, as `compare` would.
+
+        Raises:
+            ModelError: If the loss is not finite, or rounding alone changes the training so much
+                that a comparison is meaningless.
+        """
+        self._expected(steps)
+
     def _hint(self, first: Quantity, program: CompiledTraining) -> str:
         if first.kind == "gradient":
             return "The loss of that step agrees; the error is in the backward pass."

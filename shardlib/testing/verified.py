@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.cost.costs import RUNTIME_BYTES
-from shardlib.errors import ConfigError, DoesNotFitError, PartitionError, ShardlibError
+from shardlib.errors import ConfigError, DoesNotFitError, ModelError, PartitionError, ShardlibError
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.report.report import StepReport, report_on
@@ -149,11 +149,13 @@ def verified_rules(
         MissingExtraError: If the compiler of the cluster's platform is not installed.
         DoesNotFitError: If no layout fits into the devices.
         ConfigError: If `small` lacks a rematerialisation of `make`, or has others.
+        ModelError: If the training of `small` cannot be compared, which one device shows before any
+            search, or if `small` cannot be trained on the mesh.
     """
     _check_small(make, small)
     cluster = of_one_kind(on)
     asked = {"loss": loss, "batch": batch, "optimizer": optimizer, "on": cluster, **options}
-    verifier = _Verifier(make, asked, cluster, small)
+    verifier = _Verifier(make, asked, cluster, _references(small, asked))
     refused: list[Check] = []
     for _ in range(tries):
         found = find_rules(make, **asked | verifier.lessons(refused))
@@ -180,6 +182,26 @@ def _check_small(make: MakeModel | Mapping[str, MakeModel], small: Small | None)
         )
 
 
+def _references(small: Small | None, asked: Mapping[str, Any]) -> Mapping[str | None, Reference]:
+    """Returns the trainings of small models on one device, by rematerialisation. One has run: all
+    of them compute the same numbers."""
+    if small is None:
+        return {}
+    references = {
+        remat: Reference(
+            make,
+            asked["loss"],
+            small.batch,
+            optimizer=asked["optimizer"],
+            inputs=small.inputs,
+            wrt=asked.get("wrt"),
+        )
+        for remat, make in by_remat(small.make).items()
+    }
+    next(iter(references.values())).check_comparable()
+    return references
+
+
 @dataclasses.dataclass(frozen=True)
 class _Verifier:
     """Checks found rules of one model on one cluster."""
@@ -187,7 +209,8 @@ class _Verifier:
     make: MakeModel | Mapping[str, MakeModel]
     asked: Mapping[str, Any]
     cluster: Cluster
-    small: Small | None
+    references: Mapping[str | None, Reference]
+    """The trainings of small models by rematerialisation; none if no numbers are to be proven."""
 
     @property
     def capacity_bytes(self) -> float:
@@ -238,7 +261,7 @@ class _Verifier:
         if faults:
             refused = f"the program computes wrong numbers ({', '.join(faults)})"
             return dataclasses.replace(check, refused=refused)
-        return check if self.small is None else self._proven(check, self.small)
+        return self._proven(check) if self.references else check
 
     def _compiled(self, found: FoundRules) -> StepReport:
         """Returns the report on the training step under rules, for the cluster."""
@@ -262,25 +285,22 @@ class _Verifier:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.asked["batch"])
         return report_on(compile_step(step, (state, batch), on=self.cluster))
 
-    def _proven(self, check: Check, small: Small) -> Check:
+    def _proven(self, check: Check) -> Check:
         """Returns the check with the comparison of the small model with one device."""
         devices = len(jax.devices())
         sizes = {axis: n for axis, n in check.found.sizes.items() if n > 1}
         while math.prod(sizes.values()) > devices:
             largest = max(sizes, key=lambda axis: sizes[axis])
             sizes[largest] //= 2
-        reference = Reference(
-            by_remat(small.make)[check.found.remat],
-            self.asked["loss"],
-            small.batch,
-            optimizer=self.asked["optimizer"],
-            inputs=small.inputs,
-            wrt=self.asked.get("wrt"),
-        )
         rules = check.found.rules.at_other_sizes()
         # The fewest microbatches with which every stage has one.
         parts = sizes.get(STAGE, 1)
-        compared = reference.compare(sizes or {"data": 1}, rules=rules, microbatches=parts)
+        reference = self.references[check.found.remat]
+        try:
+            compared = reference.compare(sizes or {"data": 1}, rules=rules, microbatches=parts)
+        except ShardlibError as error:
+            told = f"small cannot be trained under the rules for {check.found.step_text}"
+            raise ModelError(f"{told}: {error}") from error
         refused = "its numbers differ from one device" if compared.deviations else ""
         return dataclasses.replace(check, numbers=str(compared), refused=refused)
 

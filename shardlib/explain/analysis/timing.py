@@ -1,15 +1,15 @@
 """Time of the collectives of a compiled step on a cluster's links, and their overlap with compute.
 
 Seconds come from `shardlib.cost.machine.fabric`: a start-up and a bandwidth term for the links of
-each mesh axis. A collective over several axes is hierarchical: each axis carries what the faster
-axes after it leave (Thakur et al. 2005; the same as the planner's).
+each mesh axis. A collective over several axes runs along all sides of a torus at once; between GPUs
+it is hierarchical: each axis carries what the faster axes after it leave (Thakur et al. 2005).
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from shardlib.cost.layout import AXES, Layout
@@ -190,17 +190,31 @@ class _Network:
         """The link of each mesh axis within a slice, and of `slices`; None without a chip."""
         if self.cluster.chip is None:
             return None
-        constants, slices = committed(), self.cluster.num_slices
-        sizes: dict[str, Any] = {slot: self.inner[name] for name, slot in self.slots.items()}
+        by_slot = self._within(self._sizes)
+        named = {name: by_slot[slot] for name, slot in self.slots.items()}
+        if (slices := self.cluster.num_slices) > 1:
+            whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
+            named["slices"] = links(self.cluster, whole, committed())["slices"]
+        return named
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {slot: self.inner[name] for name, slot in self.slots.items()}
+
+    def _within(self, sizes: Mapping[str, Any]) -> dict[str, Link]:
+        """Returns the links of a layout within a slice."""
+        slices = self.cluster.num_slices
         one = dataclasses.replace(
             self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
         )
-        by_slot = links(one, Layout(**sizes), constants)
-        named = {name: by_slot[slot] for name, slot in self.slots.items()}
-        if slices > 1:
-            whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
-            named["slices"] = links(self.cluster, whole, constants)["slices"]
-        return named
+        return links(one, Layout(**sizes), committed())
+
+    def _joint(self, axes: Sequence[str]) -> Link:
+        """Returns the link of several axes together, which on a torus are one axis of as many
+        devices: a collective runs along all its sides at once."""
+        first, *others = (self.slots[name] for name in axes)
+        size = math.prod(self.inner[name] for name in axes)
+        return self._within({**self._sizes, **dict.fromkeys(others, 1), first: size})[first]
 
     def seconds(self, collective: Collective) -> tuple[dict[Fabric, float], str]:
         """Returns the seconds of one execution by fabric, and the reason if they are unknown."""
@@ -219,6 +233,8 @@ class _Network:
             each = {axis: self.links[axis].seconds(kind, size) for axis in axes}
             slowest = max(axes, key=each.__getitem__, default=None)
             return ({} if slowest is None else {self.fabric(slowest): each[slowest]}), ""
+        if len(axes) > 1 and self.fabric(axes[0]) == "ici":
+            return {"ici": self._joint(axes).seconds(kind, size)}, ""
         crossed = [self.links[axis] for axis in reversed(axes)]
         if len(axes) == 1:
             crossed = [self._of_size(crossed[0], collective.group_size)]

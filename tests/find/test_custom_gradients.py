@@ -1,0 +1,62 @@
+"""Rules of models whose gradients connect dims that their forward pass does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+
+MESH = "fsdp=4,tensor=2"
+
+
+@jax.custom_vjp
+def one_hot(x):
+    """The largest feature of each row, with the gradient of the features themselves."""
+    return jax.nn.one_hot(jnp.argmax(x, axis=-1), x.shape[-1], dtype=x.dtype)
+
+
+one_hot.defvjp(lambda x: (one_hot(x), None), lambda _, cotangent: (cotangent,))
+
+
+def in_one_part(x):
+    (x,) = jnp.split(x, 1, axis=-1)
+    return x
+
+
+class Coded(nnx.Module):
+    def __init__(self, code, rngs):
+        self.code = code
+        self.first, self.encode, self.decode = (
+            nnx.Linear(*sizes, rngs=rngs) for sizes in ((16, 32), (32, 64), (64, 16))
+        )
+
+    def __call__(self, x):
+        return self.decode(self.code(self.encode(self.first(x))))
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("code", [one_hot, in_one_part], ids=["straight through", "one part"])
+def test_dims_that_gradients_connect_are_one_axis(code):
+    def make(rngs):
+        return Coded(code, rngs)
+
+    optimizer = optax.sgd(0.1)
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+    found = sl.find_rules(
+        make, loss=loss, batch=batch, optimizer=optimizer, mesh=MESH, on="v5e-8", precision="f32"
+    )
+    axes = dict(found.rules.names.params)
+    assert axes["encode/kernel"][1] == axes["decode/kernel"][0]
+    rules = found.rules.at_other_sizes()
+    sl.testing.assert_equivalent(make, loss, batch, MESH, rules=rules, optimizer=optimizer)
+    # Each device has its own features of the split.
+    paths = {"encode/kernel": (None, "mlp"), "decode/kernel": ("mlp", None)}
+    cut = sl.rules.STANDARD.override(paths=paths)
+    sl.testing.assert_equivalent(make, loss, batch, MESH, rules=cut, optimizer=optimizer)
