@@ -162,11 +162,12 @@ class TracedAxes:
         return tuple(map(self.dims.root, tensor.nodes))
 
     def connect_as(self, gradient: "TracedAxes") -> None:
-        """Connects the dims of the arguments that the program of their gradients connects."""
+        """Connects the dims of the arguments that the program of their gradients connects. Other
+        tensors keep their dims."""
         first: dict[int, int] = {}
-        for tensor, again in zip(self.inputs, gradient.inputs, strict=True):
-            for node, there in zip(tensor.nodes, gradient.axes(again), strict=True):
-                self.dims.connect(first.setdefault(there, node), node)
+        for tensor, differentiated in zip(self.inputs, gradient.inputs, strict=True):
+            for node, axis in zip(tensor.nodes, gradient.axes(differentiated), strict=True):
+                self.dims.connect(first.setdefault(axis, node), node)
 
     def _tensor(
         self,

@@ -10,7 +10,15 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.cost.costs import RUNTIME_BYTES
-from shardlib.errors import ConfigError, DoesNotFitError, ModelError, PartitionError, ShardlibError
+from shardlib.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    MeshError,
+    ModelError,
+    PartitionError,
+    ShardlibError,
+)
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.report.report import StepReport, report_on
@@ -239,7 +247,7 @@ class _Verifier:
             return VerifiedRules(check, tuple(refused))
         try:
             other = self.check(find_rules(self.make, **{**self.asked, "mesh": alone}))
-        except (DoesNotFitError, PartitionError):
+        except (DoesNotFitError, ModelError, PartitionError):
             return VerifiedRules(check, tuple(refused))
         pair = [check, other]
         if not other.refused and other.seconds and check.seconds:
@@ -298,7 +306,7 @@ class _Verifier:
         reference = self.references[check.found.remat]
         try:
             compared = reference.compare(sizes or {"data": 1}, rules=rules, microbatches=parts)
-        except ShardlibError as error:
+        except (DataError, MeshError, ModelError) as error:
             told = f"small cannot be trained under the rules for {check.found.step_text}"
             raise ModelError(f"{told}: {error}") from error
         refused = "its numbers differ from one device" if compared.deviations else ""

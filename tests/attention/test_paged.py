@@ -141,8 +141,9 @@ def test_rows_see_the_keys_of_their_sequence(steps, layer, options, reading):
     check(found, pages, steps[:1], layer, options)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "window": 3}])
 @pytest.mark.parametrize("reading", ["rows", "lanes"])
-def test_pages_by_head_give_the_same_bits(steps, reading):
+def test_pages_by_head_give_the_same_bits(steps, reading, options):
     """As on a CPU: [kv_heads, page_size, dim] in place of [page_size, kv_heads * dim]."""
 
     def by_head(cache):
@@ -151,8 +152,8 @@ def test_pages_by_head_give_the_same_bits(steps, reading):
 
     (step,) = steps[:1]
     before, after = (tuple(map(by_head, of)) for of in (step.before, step.after))
-    found, pages = attended([step._replace(before=before)], 1, {}, reading)
-    wanted, _ = attended([step], 1, {}, reading)
+    found, pages = attended([step._replace(before=before)], 1, options, reading)
+    wanted, _ = attended([step], 1, options, reading)
     has_sequence = step.arrays[-1].pages > 0
     np.testing.assert_array_equal(found[0][has_sequence], wanted[0][has_sequence])
     for cache, expected_cache in zip(pages, after, strict=False):

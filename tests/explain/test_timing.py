@@ -74,6 +74,26 @@ def test_slices_are_apart_from_what_is_within_them():
     assert between.seconds == {"network": pytest.approx(2 * (1 / 2 * 4 * MIB / network + 50e-6))}
 
 
+@pytest.mark.parametrize(
+    ("cluster", "alone", "both"),
+    [
+        ("v5e-8", {"fsdp": 8}, {"fsdp": 4, "tensor": 2}),
+        ("v5p-64", {"fsdp": 32}, {"data": 2, "fsdp": 4, "tensor": 4}),
+        ("2xv5e:4x4", {"data": 2, "fsdp": 16}, {"data": 2, "fsdp": 4, "tensor": 4}),
+    ],
+)
+def test_axes_of_a_torus_together_are_one_axis(cluster, alone, both):
+    """The program and its devices are the same."""
+    outer = {"data": 2} if cluster.startswith("2x") else {}
+    size = 32 if cluster == "v5p-64" else both["fsdp"] * both["tensor"]
+    axes = tuple(both) if cluster == "v5p-64" else ("fsdp", "tensor")
+    for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+        together = one(cluster, both, kind, axes, 64 * MIB, group=size, slices=outer)
+        apart = one(cluster, alone, kind, ("fsdp",), 64 * MIB, group=size, slices=outer)
+        assert together.seconds == apart.seconds
+        assert set(together.seconds) == {"ici"}
+
+
 def test_axes_of_known_names_in_another_order_stand_in_that_order():
     mesh = {"tensor": 8, "fsdp": 8}
     outer = one("8x8xh100", mesh, "all-gather", ("tensor",), 64 * MIB, group=8)

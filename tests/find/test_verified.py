@@ -144,7 +144,12 @@ def test_refused_answers_are_told_apart(found, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [DoesNotFitError("no layout fits", 1), PartitionError("no layout was found in time")]
+    "error",
+    [
+        DoesNotFitError("no layout fits", 1),
+        PartitionError("no layout was found in time"),
+        ModelError("small cannot be trained"),
+    ],
 )
 def test_a_verified_answer_is_kept_where_fsdp_has_none(error, found, monkeypatch):
     def find(*_, mesh=None, **__):

@@ -1,8 +1,9 @@
 """Time of the collectives of a compiled step on a cluster's links, and their overlap with compute.
 
 Seconds come from `shardlib.cost.machine.fabric`: a start-up and a bandwidth term for the links of
-each mesh axis. A collective over several axes runs along all sides of a torus at once; between GPUs
-it is hierarchical: each axis carries what the faster axes after it leave (Thakur et al. 2005).
+each mesh axis. A collective over several axes runs along all sides of a torus at once, as for the
+planner; between GPUs it is hierarchical: each axis carries what the faster axes after it leave
+(Thakur et al. 2005).
 """
 
 import collections
@@ -234,7 +235,8 @@ class _Network:
             slowest = max(axes, key=each.__getitem__, default=None)
             return ({} if slowest is None else {self.fabric(slowest): each[slowest]}), ""
         if len(axes) > 1 and self.fabric(axes[0]) == "ici":
-            return {"ici": self._joint(axes).seconds(kind, size)}, ""
+            link = self._of_size(self._joint(axes), collective.group_size)
+            return {"ici": link.seconds(kind, size)}, ""
         crossed = [self.links[axis] for axis in reversed(axes)]
         if len(axes) == 1:
             crossed = [self._of_size(crossed[0], collective.group_size)]

@@ -73,7 +73,7 @@ def empty_pages(
         dtype: Of both; int8 for keys and values in 8 bits, with a scale for each.
     """
 
-    def zeros(dtype: jax.typing.DTypeLike, *page: int, of_heads: int = -1) -> jax.Array:
+    def zeros(dtype: jax.typing.DTypeLike, *page: int, heads_at: int = -1) -> jax.Array:
         pages = jnp.zeros((num_layers, num_groups, num_pages, *page), dtype)
         scope = active()
         if scope is None:
@@ -82,12 +82,12 @@ def empty_pages(
         names, sizes = ("batch", "kv_heads"), (num_groups, kv_heads)
         groups, heads = scope.sharding(names, sizes, "activations").spec
         of_page: list[Any] = [None] * len(page)
-        of_page[of_heads] = heads
+        of_page[heads_at] = heads
         spec = P(None, groups, None, *of_page)
         return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
 
     if platform() == "cpu":
-        pages = [zeros(dtype, kv_heads, page_size, size, of_heads=0) for size in dims]
+        pages = [zeros(dtype, kv_heads, page_size, size, heads_at=0) for size in dims]
     else:
         pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
     if dtype != jnp.int8:
