@@ -3,8 +3,9 @@
 Nine models in plain Flax NNX (`plain_models.py`) name no axis. `find_rules` finds their rules on
 three meshes of eight devices; the training step is compiled ahead of time, never run, for eight TPU
 chips (bfloat16, needs libtpu) or eight CPU devices (float32). `hand` are paths that a Megatron
-engineer would write; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`. `parallax` is the
-AUTO of google-parallax, partitioned by XLA, if it is installed and answers: it takes two axes.
+engineer would write, `rows` the same paths where `tensor` cuts what `fsdp` cuts, the rows of the
+batch too; `fsdp` is the preset on the same mesh, `fsdp8` on `fsdp=8`. `parallax` is the AUTO of
+google-parallax, partitioned by XLA, if it is installed and answers: it takes two axes.
 
     python benchmarks/find_rules.py
     python benchmarks/find_rules.py --models lstm,graph --meshes fsdp=8 --on cpu:8
@@ -22,8 +23,8 @@ decided. CPU seconds of tracing and of compiling are then measured as well.
 
     python benchmarks/find_rules.py --partitioners --on cpu:8
 
-The last line is JSON: the rows, the largest ratios of found rules to the others, and the largest
-errors of the predictions.
+The last line is JSON: the rows, the largest ratios of found rules to the others and to the quickest
+of `hand`, `rows` and `fsdp` on each mesh, and the largest errors of the predictions.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from collectives import devices_of, start_platforms
 
 MESHES = "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"
 LEAST_BYTES = 1e6
-OTHERS = "hand", "fsdp", "fsdp8", "parallax", "user", "constrained"
+WRITTEN = "hand", "rows", "fsdp"
+OTHERS = *WRITTEN, "fsdp8", "parallax", "user", "constrained"
 MEASURES = "sent", "peak", "seconds", "trace", "compile"
 
 
@@ -91,7 +93,9 @@ def row(
     from plain_models import CASES
 
     found = find(name, mesh, flags, cluster)
-    others = {key: key for key in ("hand", "fsdp") if key != "hand" or CASES[name].hand}
+    has_rows = "tensor" in mesh
+    asked = {"hand": CASES[name].hand, "rows": CASES[name].hand and has_rows, "fsdp": True}
+    others = {key: key for key in WRITTEN if asked[key]}
     if alone is None:
         others = dict.fromkeys(("user", "constrained"), found.rules)
     programs = {"found": compiled(name, mesh, found.rules, flags, cluster, devices)}
@@ -114,6 +118,9 @@ def row(
     made["ratios"] = {
         key: ratios(programs["found"], other) for key, other in programs.items() if key != "found"
     }
+    timed = [key for key in WRITTEN if key in programs and programs[key].seconds]
+    if timed:
+        made["quickest"] = min(timed, key=lambda key: programs[key].seconds or 0.0)
     made["sent_error"] = off(sum(found.traffic.values()), programs["found"].sent)
     made["peak_error"] = off(made["predicted"]["peak"], programs["found"].peak)
     return made
@@ -178,8 +185,7 @@ def policy(cluster: Any) -> Any:
 def compiled(
     name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices: Any, by: str = "shardlib"
 ) -> Compiled:
-    """Compiles the training step of a model under rules, or under those named `hand` or `fsdp`.
-    XLA partitions it if `by` is `user` or `constrained`."""
+    """Compiles the training step of a model under rules, or under those of a name in `WRITTEN`. XLA partitions it if `by` is `user` or `constrained`."""
     import optax
 
     import shardlib as sl
@@ -190,8 +196,7 @@ def compiled(
 
     case = CASES[name]
     if isinstance(rules, str):
-        hand = sl.rules.STANDARD.override(paths=case.hand)
-        rules = hand if rules == "hand" else sl.rules.FSDP
+        rules = written(rules, case.hand)
     with sl.use(sl.make_mesh(mesh, devices=devices), rules):
         state = sl.abstract_state(
             case.make(tiny=flags.tiny), optax.adamw(1e-3), precision=policy(cluster)
@@ -213,6 +218,22 @@ def compiled(
     if roofline and roofline.busy_seconds and roofline.seconds["network"] is not None:
         seconds = roofline.busy_seconds + roofline.seconds["network"]
     return Compiled(sum(by_axes.values()), by_axes, report.step.memory["peak"], seconds, **spent)
+
+
+def written(name: str, paths: Any) -> Any:
+    """Returns the hand-written rules of a name, for a model whose parameters have these axes."""
+    import shardlib as sl
+
+    if name == "fsdp":
+        return sl.rules.FSDP
+    hand = sl.rules.STANDARD.override(paths=paths)
+    if name == "hand":
+        return hand
+    whole = dict.fromkeys(("vocab", "heads", "mlp"))
+    return hand.override(
+        params={**whole, "embed": "fsdp+tensor"},
+        activations={**whole, "batch": "data+fsdp+tensor"},
+    )
 
 
 def cpu_seconds(step: Any, arguments: Any) -> dict[str, float]:
@@ -262,6 +283,10 @@ def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
             of = [r["ratios"][other][key] for r in rows if key in r["ratios"].get(other, {})]
             if of:
                 found[f"largest_{key}_to_{other}"] = max(of)
+    for key in MEASURES:
+        of = [r["ratios"][r["quickest"]].get(key) for r in rows if "quickest" in r]
+        if any(of):
+            found[f"largest_{key}_to_quickest"] = max(filter(None, of))
     for key in ("sent_error", "peak_error"):
         found[f"largest_{key}"] = max((r[key] for r in rows), key=abs)
     return found
