@@ -185,7 +185,8 @@ def policy(cluster: Any) -> Any:
 def compiled(
     name: str, mesh: str, rules: Any, flags: Any, cluster: Any, devices: Any, by: str = "shardlib"
 ) -> Compiled:
-    """Compiles the training step of a model under rules, or under those of a name in `WRITTEN`. XLA partitions it if `by` is `user` or `constrained`."""
+    """Compiles the training step of a model under rules, or under the rules of a name in `WRITTEN`.
+    XLA partitions it if `by` is `user` or `constrained`."""
     import optax
 
     import shardlib as sl
