@@ -17,6 +17,7 @@ from shardlib.errors import (
     MeshError,
     ModelError,
     PartitionError,
+    RuleError,
     ShardlibError,
 )
 from shardlib.explain.aot.compile import compile_step
@@ -306,7 +307,7 @@ class _Verifier:
         reference = self.references[check.found.remat]
         try:
             compared = reference.compare(sizes or {"data": 1}, rules=rules, microbatches=parts)
-        except (DataError, MeshError, ModelError) as error:
+        except (DataError, MeshError, ModelError, RuleError) as error:
             told = f"small cannot be trained under the rules for {check.found.step_text}"
             raise ModelError(f"{told}: {error}") from error
         refused = "its numbers differ from one device" if compared.deviations else ""
