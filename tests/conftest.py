@@ -47,6 +47,8 @@ from ids import faulty_ids
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+from shardlib.nn.attention.page_kernel import has_page_kernel
+
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 TIERS = ("mesh", "process", "aot", "docs", "soak", "gpu")
 SLOWEST_SECONDS = float(os.environ.get("SLOWEST_TEST_SECONDS", "inf"))
@@ -150,6 +152,12 @@ def no_cache_stays_on():
     if jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def page_kernel():
+    """Compiles the kernel of a CPU once for all processes, and in no test."""
+    has_page_kernel()
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from shardlib.engine.encoder import (
     text_arrays,
 )
 from shardlib.engine.grammars import GrammarReader
-from shardlib.engine.layer_kernels import layer_kernels
+from shardlib.engine.layer_kernels import layer_kernels, stored_by_column
 from shardlib.engine.open_requests import InFlight, OpenRequests
 from shardlib.engine.programs import (
     Arranger,
@@ -170,6 +170,9 @@ class Engine:
 
     def _set_params(self, params: nnx.State) -> None:
         params = placed(params, self._shardings)
+        # Products of a kernel and of its transpose may differ in bits; encoders slice their stacks.
+        if not self._sizes.deterministic and self._encoder is None:
+            params = stored_by_column(params)
         # Together, or a failed one would leave kernels of other parameters.
         self._params, self._kernels = params, layer_kernels(params)
 
@@ -447,7 +450,7 @@ class Engine:
         Args:
             params: The state of a module of the same structure and shapes, on any mesh. Arrays that
                 lie as the engine's do are not copied: do not donate them. On one CPU it waits until
-                they are computed.
+                they are computed, and copies the kernels that are stored by column.
             version: Their version, such as the training step, which their tokens have; None for
                 one more than the last.
 

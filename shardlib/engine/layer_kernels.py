@@ -4,16 +4,20 @@ A loop over layers slices their stacked kernels, and XLA for CPU copies each sli
 reads it: a step writes and reads all kernels once more than it needs. Here the kernels of each
 layer are arrays of their own, in the memory of the stack, and the loop chooses the product of its
 layer. The program still has one body for all layers.
+
+A product reads the columns of a kernel. Where its rows lie a multiple of 4 KiB apart, the numbers
+of a column share a set of the cache, and evict each other: such kernels are stored by column.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from shardlib.functional.protocol import axis_names_of
@@ -24,35 +28,76 @@ _ALIGNMENT = 64
 """Bytes to which XLA for CPU aligns arrays; it would copy others."""
 _LEAST_BYTES = 2**18
 """Bytes of a kernel from which a copy takes longer than the choice of a product, about 20 us."""
+_SET_BYTES = 4096
+"""Bytes between numbers that share a set of a cache: of the first one, the sets times their lines
+of 64 bytes, as of all x86 and ARM cores whose page is as large."""
+_BY_COLUMN = 0, 2, 1
+"""The dims of a stack of kernels in the order of memory."""
 
-LayerKernels = list[tuple[jax.Array, ...]]
+
+class ByColumn(NamedTuple):
+    """A kernel that is stored by column."""
+
+    transposed: jax.Array
+
+
+LayerKernels = list[tuple[jax.Array | ByColumn, ...]]
 """For each leaf of the parameters, the kernels of its layers; empty for other leaves."""
+
+
+def stored_by_column(params: nnx.State) -> nnx.State:
+    """Returns parameters with a copy of the float32 kernels of which a product reads columns
+    slowly, stored by column; the other ones are as they are."""
+
+    def stored(leaf: Any) -> Any:
+        stack = _stack_of(leaf)
+        if stack is None or stack.ndim != 3 or stack.dtype != jnp.float32:
+            return leaf
+        if stack.shape[-1] * stack.dtype.itemsize % _SET_BYTES:
+            return leaf
+        return leaf.replace(jax.device_put(stack, Format(Layout(_BY_COLUMN), stack.sharding)))
+
+    return jax.tree.map(stored, params, is_leaf=_is_variable)
 
 
 def layer_kernels(params: nnx.State) -> LayerKernels:
     """Returns the kernels of each layer of parameters, in their memory; empty on other platforms
     than a CPU, on several devices, and where all kernels are small."""
     kernels: LayerKernels = []
-    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+    for leaf in jax.tree.leaves(params, is_leaf=_is_variable):
         # A variable may hold several arrays, as one of 8 bits does with its scales, or none.
         others = [()] * len(jax.tree.leaves(leaf))
         kernels += [_kernels_of(leaf), *others[1:]] if others else []
     return kernels if any(kernels) else []
 
 
-def _kernels_of(leaf: Any) -> tuple[jax.Array, ...]:
-    stack = leaf.get_value() if isinstance(leaf, nnx.Variable) else None
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _stack_of(leaf: Any) -> jax.Array | None:
+    """Returns the kernels of all layers, if a CPU multiplies by them as they are, else None."""
+    stack = leaf.get_value() if _is_variable(leaf) else None
     if not isinstance(stack, jax.Array) or stack.ndim < 3:
-        return ()
+        return None
     device, *others = stack.sharding.device_set
     if others or not stack.is_fully_addressable or device.platform != "cpu":
-        return ()
+        return None
     names = axis_names_of(leaf.get_metadata().get("out_sharding"), stack.ndim) or (None,)
     # Kernels of 8 bits are widened before a product.
     is_stack = names[0] == "layers" and jnp.issubdtype(stack.dtype, jnp.floating)
     size = stack.nbytes // len(stack)
-    if not is_stack or size < _LEAST_BYTES or size % _ALIGNMENT:
+    return stack if is_stack and size >= _LEAST_BYTES and size % _ALIGNMENT == 0 else None
+
+
+def _kernels_of(leaf: Any) -> tuple[jax.Array | ByColumn, ...]:
+    stack: Any = _stack_of(leaf)
+    if stack is None:
         return ()
+    (device,) = stack.sharding.device_set
+    if stack.format.layout.major_to_minor == _BY_COLUMN:
+        transposed = np.from_dlpack(stack).transpose(_BY_COLUMN)
+        return tuple(ByColumn(jax.device_put(kernel, device)) for kernel in transposed)
     return tuple(jax.device_put(kernel, device) for kernel in np.asarray(stack))
 
 
@@ -74,11 +119,11 @@ def with_kernels(function: Callable[..., Any], kernels: LayerKernels) -> Callabl
 class _LayerKernel:
     """The kernel of the layer at which a loop is."""
 
-    stack: tuple[jax.Array, ...]
+    stack: tuple[jax.Array | ByColumn, ...]
     number: jax.Array
 
 
-_Known = Mapping[int, tuple[jax.Array, ...] | _LayerKernel]
+_Known = Mapping[int, tuple[jax.Array | ByColumn, ...] | _LayerKernel]
 """The operands of a program or an equation, by their number, that are kernels: all kernels of a
 stack outside of the loop, and the kernel of one layer inside."""
 
@@ -147,8 +192,13 @@ def _product(
 ) -> jax.Array:
     """Returns a product whose operand with a number is the kernel of a layer."""
 
-    def by(layer: jax.Array) -> Callable[[list[Any]], Any]:
-        return lambda others: bind_again(equation, [*others[:number], layer, *others[number:]])[0]
+    def by(layer: jax.Array | ByColumn) -> Callable[[list[Any]], Any]:
+        def product(others: list[Any]) -> jax.Array:
+            # XLA makes one product of a transpose and a product.
+            own = layer.transposed.T if isinstance(layer, ByColumn) else layer
+            return bind_again(equation, [*others[:number], own, *others[number:]])[0]
+
+        return product
 
     others = [*operands[:number], *operands[number + 1 :]]
     return jax.lax.switch(kernel.number, [by(layer) for layer in kernel.stack], others)

@@ -1,5 +1,6 @@
 """Attention to keys and values in pages, against a softmax over the keys of each sequence."""
 
+import concurrent.futures
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,16 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.nn.attention import Pages, Rows, attend_pages, empty_pages, rows_apart
+from shardlib.nn.attention import (
+    Pages,
+    Rows,
+    attend_pages,
+    empty_pages,
+    page_reader,
+    rows_apart,
+)
 from shardlib.nn.attention.mask import Mask
+from shardlib.nn.attention.page_kernel import has_page_kernel, page_sums
 
 LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 16, 8, 16
 SLOTS, LANES, WIDTH, PAGES_A_ROW = 5, 2, 8, 40
@@ -74,6 +83,12 @@ def in_int8(cache, kv_heads):
     values = np.round(np.nan_to_num(heads) / scales).astype(np.int8)
     of_heads = np.moveaxis(scales[..., 0], -1, -2).reshape(*cache.shape[:-2], -1)
     return values.reshape(cache.shape), of_heads, (values * scales).reshape(cache.shape)
+
+
+def by_head(cache):
+    """Returns pages as on a CPU: [kv_heads, page_size, dim] in place of
+    [page_size, kv_heads * dim]."""
+    return np.moveaxis(cache.reshape(*cache.shape[:-1], KV_HEADS, -1), -2, -3)
 
 
 def attended(steps, layer, options, reading):
@@ -143,13 +158,9 @@ def test_rows_see_the_keys_of_their_sequence(steps, layer, options, reading):
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "window": 3}])
 @pytest.mark.parametrize("reading", ["rows", "lanes"])
-def test_pages_by_head_give_the_same_bits(steps, reading, options):
-    """As on a CPU: [kv_heads, page_size, dim] in place of [page_size, kv_heads * dim]."""
-
-    def by_head(cache):
-        heads = cache.reshape(*cache.shape[:-1], KV_HEADS, -1)
-        return np.moveaxis(heads, -2, -3)
-
+def test_pages_by_head_give_the_same_bits(steps, reading, options, monkeypatch):
+    """As on a CPU without the kernel."""
+    monkeypatch.setattr(page_reader, "has_page_kernel", lambda: False)
     (step,) = steps[:1]
     before, after = (tuple(map(by_head, of)) for of in (step.before, step.after))
     found, pages = attended([step._replace(before=before)], 1, options, reading)
@@ -158,6 +169,88 @@ def test_pages_by_head_give_the_same_bits(steps, reading, options):
     np.testing.assert_array_equal(found[0][has_sequence], wanted[0][has_sequence])
     for cache, expected_cache in zip(pages, after, strict=False):
         np.testing.assert_array_equal(cache[1, 0, 1:], expected_cache[1, 1:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 100}, {"window": 3, "sinks": np.linspace(-2, 3, 6, dtype=np.float32)}],
+    ids=["plain", "window", "sinks"],
+)
+def test_a_kernel_reads_the_pages_of_a_cpu(steps, options):
+    (step,) = steps[:1]
+    assert has_page_kernel()
+    ours = step._replace(before=tuple(map(by_head, step.before)))
+    assert "ffi_call" in str(jax.make_jaxpr(lambda: attended([ours], 1, options, "lanes"))())
+    found, _ = attended([ours], 1, options, "lanes")
+    check(found, (), [step], 1, options)
+
+
+@pytest.mark.parametrize(
+    ("reading", "options", "dtype"),
+    [
+        ("rows", {}, np.float32),
+        ("lanes", {"softcap": 2.0}, np.float32),
+        ("lanes", {}, jnp.bfloat16),
+    ],
+)
+def test_what_the_kernel_does_not_know_is_left_to_xla(steps, reading, options, dtype):
+    before = tuple(by_head(cache).astype(dtype) for cache in steps[0].before)
+    step = steps[0]._replace(before=before)
+    program = jax.make_jaxpr(lambda: attended([step], 1, options, reading))()
+    assert "ffi_call" not in str(program)
+
+
+@pytest.mark.rest("mesh")
+def test_pages_on_several_devices_are_left_to_xla(steps):
+    step = steps[0]._replace(before=tuple(map(by_head, steps[0].before)))
+    with sl.use(sl.make_mesh("tensor=2", devices=jax.devices()[:2]), sl.rules.STANDARD):
+        program = jax.make_jaxpr(lambda: attended([step], 1, {}, "lanes"))()
+    assert "ffi_call" not in str(program)
+
+
+def test_threads_use_the_kernel_at_a_time(steps):
+    """As several engines of a process do."""
+    ours = [step._replace(before=tuple(map(by_head, step.before))) for step in steps]
+    wanted = [attended([step], 1, {}, "lanes")[0] for step in ours]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: attended([ours[n % 2]], 1, {}, "lanes")[0], range(16)))
+    for number, result in enumerate(found):
+        np.testing.assert_array_equal(result, wanted[number % 2])
+
+
+def test_places_outside_of_the_pages_are_read_as_the_nearest_ones():
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, KV_HEADS, GROUP, DIM)).astype(np.float32)
+    caches = [rng.normal(size=(1, 1, 4, KV_HEADS, PAGE, n)).astype(np.float32) for n in (8, 8)]
+    query, first = query[..., :8], np.zeros(2, np.int32)
+    tables = np.array([[9, -1], [3, 0]], np.int32)
+    found = page_sums(query, *caches, 7, first - 5, np.array([99, 31], np.int32), tables)
+    wanted = page_sums(query, *caches, 0, first, np.full(2, 31, np.int32), np.array([[3, 0]] * 2))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path))
+    yield tmp_path
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch, nothing_compiled):
+    compiler = nothing_compiled.parent / "failing-c++"
+    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    said = r"computed by XLA, which takes longer: .*failing-c\+\+ fails: no such option\n  Set CXX"
+    with pytest.warns(UserWarning, match=said):
+        assert not has_page_kernel.__wrapped__()
+    compiler.unlink()
+
+
+@pytest.mark.parametrize("compiler", ["", "no-such-compiler"])
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, nothing_compiled, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    assert not has_page_kernel.__wrapped__()
 
 
 def test_a_cpu_reads_rows_apart_where_it_is_told_to(steps):

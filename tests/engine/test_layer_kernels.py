@@ -11,7 +11,7 @@ import shardlib as sl
 from shardlib.engine import Engine, Sampling
 from shardlib.engine import engine as of_engine
 from shardlib.engine import layer_kernels as of_kernels
-from shardlib.engine.layer_kernels import layer_kernels, with_kernels
+from shardlib.engine.layer_kernels import layer_kernels, stored_by_column, with_kernels
 from shardlib.jaxprs import equations
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib_models.moe import MoEConfig
@@ -92,6 +92,45 @@ def test_kernels_share_the_memory_of_their_stack(stack):
         assert pointers == [leaf.unsafe_buffer_pointer() + n * size for n in range(len(pointers))]
         for kernel, part in zip(kernels, leaf, strict=False):
             np.testing.assert_array_equal(kernel, part)
+
+
+def test_wide_kernels_are_stored_by_column():
+    """Rows of 1,024 numbers lie 4 KiB apart, and rows of 32 do not."""
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            def stack(*shape):
+                axes = {"out_sharding": ("layers", None, None), "eager_sharding": False}
+                return nnx.Param(rngs.params.normal((LAYERS, *shape)) / 32, **axes)
+
+            self.wide, self.narrow = stack(WIDTH, 1024), stack(1024, WIDTH)
+
+        def __call__(self, x):
+            def layer(x, kernels):
+                return jnp.tanh(x @ kernels[0]) @ kernels[1], None
+
+            return jax.lax.scan(layer, x, (self.wide[...], self.narrow[...]))[0]
+
+    graphdef, params = nnx.split(Wide(nnx.Rngs(0)))
+    narrower = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert jax.tree.leaves(stored_by_column(narrower))[1] is jax.tree.leaves(narrower)[1]
+    stored = stored_by_column(params)
+    narrow, wide = jax.tree.leaves(stored)
+    assert narrow is jax.tree.leaves(params)[0]
+    assert wide.format.layout.major_to_minor == (0, 2, 1)
+    kernels = layer_kernels(stored)
+    start, size = wide.unsafe_buffer_pointer(), wide.nbytes // LAYERS
+    for number, kernel in enumerate(kernels[1]):
+        assert kernel.transposed.unsafe_buffer_pointer() == start + number * size
+        np.testing.assert_array_equal(kernel.transposed.T, wide[number])
+
+    def call(params, x):
+        return nnx.merge(graphdef, params)(x)
+
+    x = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
+    found = jax.jit(lambda p, x, k: with_kernels(call, k)(p, x))(stored, x, kernels)
+    # Sums of 32 and 1,024 products in float32.
+    np.testing.assert_allclose(found, jax.jit(call)(params, x), rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_on_several_devices_have_no_kernels_apart():

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.nn.attention.mask import Mask
+from shardlib.nn.attention.page_kernel import has_page_kernel, page_sums
+from shardlib.sharding.constrain import active
 
 Reading = Literal["rows", "lanes", "all"]
 """The rows that read a block together: none, so that the result of a row has the same bits whatever
@@ -140,7 +142,10 @@ def attend_group(
     of_slots, of_lanes = (
         jax.tree.map(cut, seen) for cut in (lambda x: x[:slots], lambda x: x[slots:])
     )
-    sums = reader.of_slots(query[:slots], of_slots, tables, start)
+    if reading == "lanes" and reader.fits_kernel():
+        sums = reader.by_kernel(query[:slots], of_slots, tables)
+    else:
+        sums = reader.of_slots(query[:slots], of_slots, tables, start)
     if lanes.shape[0]:
         reader = reader._replace(pages_a_block=of_lane)
         of_lanes = reader.of_lanes(query[slots:], of_lanes, lanes, start)
@@ -182,6 +187,23 @@ class _BlockReader(NamedTuple):
     def block(self) -> int:
         """Positions in a block."""
         return self.pages_a_block * self.pages.page_size
+
+    def fits_kernel(self) -> bool:
+        """Returns whether `page_sums` knows these pages and scores, on the one device there is."""
+        scope = active()
+        is_whole = scope is None or scope.mesh.size == 1
+        dtypes = {self.pages.key.dtype, self.pages.value.dtype}
+        is_known = self.pages.by_head and dtypes == {jnp.dtype(jnp.float32)}
+        is_plain = self.bias is None and self.mask.softcap is None
+        return is_whole and is_known and is_plain and has_page_kernel()
+
+    def by_kernel(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> _Sums:
+        """Returns the sums of rows with a table each."""
+        pages, first = self.pages, self._first_position(seen)
+        first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), seen.last.shape)
+        return _Sums(
+            *page_sums(query, pages.key, pages.value, self.layer, first, seen.last, tables)
+        )
 
     def of_slots(
         self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
@@ -240,10 +262,11 @@ class _BlockReader(NamedTuple):
 
     def _first(self, seen: _SeenPositions) -> jax.Array | int:
         """Returns the first block that a row sees."""
+        return self._first_position(seen) // self.block
+
+    def _first_position(self, seen: _SeenPositions) -> jax.Array | int:
         first = 0 if seen.first is None else seen.first
-        if self.window is not None:
-            first = jnp.maximum(seen.last - self.window + 1, first)
-        return first // self.block
+        return first if self.window is None else jnp.maximum(seen.last - self.window + 1, first)
 
     def _end(self, position: jax.Array) -> jax.Array:
         return position // self.block + 1
