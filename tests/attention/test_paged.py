@@ -20,7 +20,7 @@ from shardlib.nn.attention import (
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.page_kernel import has_page_kernel, page_sums
 
-LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 16, 8, 16
+LAYERS, PAGES, KV_HEADS, GROUP, DIM, VALUE_DIM, PAGE = 2, 90, 2, 3, 8, 16, 16
 SLOTS, LANES, WIDTH, PAGES_A_ROW = 5, 2, 8, 40
 
 
@@ -53,7 +53,7 @@ def step_of_group(seed):
     for slot in (0, 1, 2, 4):
         for number in range(last[slot] // PAGE + 1):
             tables[slot, number] = next(free)
-    starts = [0, 70]
+    starts = [0, 250]
     for lane, start in enumerate(starts):
         for number in range((start + WIDTH - 1) // PAGE + 1):
             lanes[lane, number] = next(free)
@@ -198,11 +198,16 @@ def test_a_kernel_reads_the_pages_of_a_cpu(steps, options):
         ("rows", {}, np.float32),
         ("lanes", {"softcap": 2.0}, np.float32),
         ("lanes", {}, jnp.bfloat16),
+        ("lanes", {"value_dim": 8}, np.float32),
     ],
 )
 def test_what_the_kernel_does_not_know_is_left_to_xla(steps, reading, options, dtype):
-    before = tuple(by_head(cache).astype(dtype) for cache in steps[0].before)
-    step = steps[0]._replace(before=before)
+    query, key, value, rows = steps[0].arrays
+    of_value = slice(options.get("value_dim"))
+    keys, values = (by_head(cache).astype(dtype) for cache in steps[0].before)
+    step = steps[0]._replace(
+        arrays=(query, key, value[..., of_value], rows), before=(keys, values[..., of_value])
+    )
     program = jax.make_jaxpr(lambda: attended([step], 1, options, reading))()
     assert "ffi_call" not in str(program)
 
@@ -226,11 +231,52 @@ def test_threads_use_the_kernel_at_a_time(steps):
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("page_size", [3, 16, 40])
+@pytest.mark.parametrize(("width", "group"), [(1, 1), (1, 9), (5, 1), (2, 4), (21, 1)])
+def test_sums_of_the_kernel_are_those_of_a_softmax(page_size, width, group):
+    """Of rows apart and of lanes, of blocks of 256 keys and parts of them, and of no key."""
+    rng = np.random.default_rng(width + group)
+    tables, dims, pages_a_row = 3, (7, 32), -(-700 // page_size)
+    num_pages = tables * pages_a_row
+
+    def random(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    query = random(tables * width, KV_HEADS, group, dims[0])
+    key, value = (random(2, 1, num_pages, KV_HEADS, page_size, dim) for dim in dims)
+    owned = rng.permutation(num_pages).reshape(tables, pages_a_row)
+    starts = np.array([0, 250, 699 - width])[:, None]
+    last = (starts + np.arange(width)).reshape(-1)
+    first = np.maximum(last - np.array([300, 100, 600])[:, None].repeat(width, 1).reshape(-1), 0)
+    # Positions that no row of a table sees may hold anything.
+    for own, start, end in zip(owned, first[::width], last[width - 1 :: width] + 1, strict=True):
+        at = np.setdiff1d(np.arange(pages_a_row * page_size), np.arange(start, end))
+        key[:, :, own[at // page_size], :, at % page_size] = np.nan
+        value[:, :, own[at // page_size], :, at % page_size] = np.nan
+    last[0] = -1
+    given = (np.asarray(x, np.int32) for x in (first, last, owned))
+    found = page_sums(query, key, value, 1, *given)
+    assert found.total[0].tolist() == [[0.0] * group] * KV_HEADS
+    assert not np.any(found.values[0])
+    for row in range(1, tables * width):
+        at = np.arange(first[row], last[row] + 1)
+        of_row = owned[row // width][at // page_size], slice(None), at % page_size
+        keys, values = (np.moveaxis(x[1, 0][of_row].astype(np.float64), 0, 1) for x in (key, value))
+        scores = np.einsum("kgd,ksd->kgs", query[row], keys)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = scores.max(-1), weights.sum(-1), np.einsum("kgs,ksd->kgd", weights, values)
+        for ours, theirs in zip(found, wanted, strict=True):
+            # Sums of up to 600 products in float32.
+            np.testing.assert_allclose(ours[row], theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("kernel")
 def test_places_outside_of_the_pages_are_read_as_the_nearest_ones():
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, KV_HEADS, GROUP, DIM)).astype(np.float32)
-    caches = [rng.normal(size=(1, 1, 4, KV_HEADS, PAGE, n)).astype(np.float32) for n in (8, 8)]
-    query, first = query[..., :8], np.zeros(2, np.int32)
+    shape = 1, 1, 4, KV_HEADS, PAGE
+    caches = [rng.normal(size=(*shape, n)).astype(np.float32) for n in (DIM, VALUE_DIM)]
+    first = np.zeros(2, np.int32)
     tables = np.array([[9, -1], [3, 0]], np.int32)
     found = page_sums(query, *caches, 7, first - 5, np.array([99, 31], np.int32), tables)
     wanted = page_sums(query, *caches, 0, first, np.full(2, 31, np.int32), np.array([[3, 0]] * 2))

@@ -1,5 +1,7 @@
 """Steps on one CPU multiply by the kernels of each layer where they lie."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +97,7 @@ def test_kernels_share_the_memory_of_their_stack(stack):
 
 
 def test_wide_kernels_are_stored_by_column():
-    """Rows of 1,024 numbers lie 4 KiB apart, and rows of 32 do not."""
+    """Rows of 1,024 numbers lie 4 KiB apart, and rows of 32 do not; the head has rows of 64 KiB."""
 
     class Wide(nnx.Module):
         def __init__(self, rngs):
@@ -104,23 +106,29 @@ def test_wide_kernels_are_stored_by_column():
                 return nnx.Param(rngs.params.normal((LAYERS, *shape)) / 32, **axes)
 
             self.wide, self.narrow = stack(WIDTH, 1024), stack(1024, WIDTH)
+            self.head = nnx.Param(rngs.params.normal((WIDTH, 2**14)) / 32)
 
         def __call__(self, x):
             def layer(x, kernels):
                 return jnp.tanh(x @ kernels[0]) @ kernels[1], None
 
-            return jax.lax.scan(layer, x, (self.wide[...], self.narrow[...]))[0]
+            x = jax.lax.scan(layer, x, (self.wide[...], self.narrow[...]))[0]
+            return x @ self.head[...]
 
     graphdef, params = nnx.split(Wide(nnx.Rngs(0)))
     narrower = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    assert jax.tree.leaves(stored_by_column(narrower))[1] is jax.tree.leaves(narrower)[1]
+    pairs = zip(jax.tree.leaves(stored_by_column(narrower)), jax.tree.leaves(narrower), strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
     stored = stored_by_column(params)
-    narrow, wide = jax.tree.leaves(stored)
-    assert narrow is jax.tree.leaves(params)[0]
+    head, narrow, wide = jax.tree.leaves(stored)
+    assert narrow is jax.tree.leaves(params)[1]
     assert wide.format.layout.major_to_minor == (0, 2, 1)
+    assert head.format.layout.major_to_minor == (1, 0)
     kernels = layer_kernels(stored)
+    assert kernels[0].transposed.unsafe_buffer_pointer() == head.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(kernels[0].transposed.T, head)
     start, size = wide.unsafe_buffer_pointer(), wide.nbytes // LAYERS
-    for number, kernel in enumerate(kernels[1]):
+    for number, kernel in enumerate(kernels[2]):
         assert kernel.transposed.unsafe_buffer_pointer() == start + number * size
         np.testing.assert_array_equal(kernel.transposed.T, wide[number])
 
@@ -128,7 +136,10 @@ def test_wide_kernels_are_stored_by_column():
         return nnx.merge(graphdef, params)(x)
 
     x = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
-    found = jax.jit(lambda p, x, k: with_kernels(call, k)(p, x))(stored, x, kernels)
+    step = jax.jit(lambda p, x, k: with_kernels(call, k)(p, x)).lower(stored, x, kernels).compile()
+    # It reads the head as it is.
+    assert not re.search(r"f32\[32,16384\]\{\S+ (copy|transpose)\(", step.as_text())
+    found = step(stored, x, kernels)
     # Sums of 32 and 1,024 products in float32.
     np.testing.assert_allclose(found, jax.jit(call)(params, x), rtol=1e-5, atol=1e-5)
 

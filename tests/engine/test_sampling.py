@@ -65,3 +65,13 @@ def test_the_least_temperature_takes_the_likeliest():
     logits = jnp.asarray([[-3.0, 2.0, 5.0, 4.0]])
     drawn = draw(logits, settings_of([Sampling(temperature=1e-39)]), jnp.zeros(1, jnp.int32))
     assert int(drawn.tokens[0]) == 2
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+def test_greedy_rows_take_the_first_of_the_likeliest(vocab):
+    """In blocks of 128 logits, as one that has an equal in a later block, or is not a number."""
+    logits = np.random.default_rng(0).integers(-2, 3, (64, vocab)).astype(np.float32)
+    logits[0], logits[1, [1, -1]], logits[2, [2, -1]] = -np.inf, np.nan, np.inf
+    settings = settings_of([Sampling()] * 64)
+    drawn = jax.jit(draw)(logits, settings, jnp.zeros(64, jnp.int32))
+    np.testing.assert_array_equal(drawn.tokens, np.argmax(logits, axis=-1))

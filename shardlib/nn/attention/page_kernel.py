@@ -1,7 +1,7 @@
 """Sums of attention to pages on a CPU, by a kernel that the C++ compiler of the machine compiles.
 
 XLA copies the pages of a block before a product reads them, which takes as long as the product.
-The kernel reads them where they lie, once.
+The kernel reads them where they lie, once for all rows that share a table.
 
 XLA calls it by its foreign function interface: https://docs.jax.dev/en/latest/ffi.html
 """
@@ -25,6 +25,8 @@ import numpy as np
 
 from shardlib.cache_root import cache_root
 
+VECTOR = 16
+"""Numbers that the kernel computes together: it divides the dims of a value."""
 _TARGET = "shardlib_page_sums"
 _SOURCE = Path(__file__).with_name("page_sums.cc")
 _OPTIONS = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w"]
@@ -34,8 +36,8 @@ _OPTIONS += ["-ffp-contract=fast"]
 
 
 class PageSums(NamedTuple):
-    """Softmax sums of rows, float32: the largest score and the sum of exponentials
-    [rows, kv_heads, group], and the sum of values [rows, kv_heads, group, value_dim]."""
+    """Softmax sums of a row, or of rows, float32: the largest score and the sum of exponentials
+    [*rows, kv_heads, group], and the sum of values [*rows, kv_heads, group, value_dim]."""
 
     peak: jax.Array
     total: jax.Array
@@ -55,10 +57,12 @@ def page_sums(
 
     Args:
         query: Scaled queries [rows, kv_heads, group, head_dim] float32.
-        key, value: The pages [layers, 1, pages, kv_heads, page_size, dims] float32.
+        key, value: The pages [layers, 1, pages, kv_heads, page_size, dims] float32. The dims of
+            values are a multiple of `VECTOR`.
         layer: The layer, an int32 scalar.
         first, last: The positions that rows see, both included: [rows] int32.
-        tables: The pages of each row: [rows, pages_a_row] int32.
+        tables: The pages of each row [rows, pages_a_row] int32, or of each lane: of as many rows,
+            one after the other, as there are for each table.
     """
     rows, dims = query.shape[:3], ((), (), value.shape[5:])
     results = [jax.ShapeDtypeStruct((*rows, *of_row), np.float32) for of_row in dims]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.nn.attention.mask import Mask
-from shardlib.nn.attention.page_kernel import has_page_kernel, page_sums
+from shardlib.nn.attention.page_kernel import VECTOR, PageSums, has_page_kernel, page_sums
 from shardlib.sharding.constrain import active
 
 Reading = Literal["rows", "lanes", "all"]
@@ -131,24 +131,22 @@ def attend_group(
     if bias is not None:
         bias = bias.astype(jnp.float32).reshape(kv_heads, group, -1)
     of_row, of_lane = (max(keys // pages.page_size, 1) for keys in _BLOCKS[reading])
-    reader = _BlockReader(pages, of_row, kv_heads, layer, mask, window, reading, dtype, bias)
-    start = _Sums(
+    start = PageSums(
         jnp.full((kv_heads, group), _START),
         jnp.zeros((kv_heads, group)),
         jnp.zeros((kv_heads, group, value_dim)),
     )
+    reader = _BlockReader(pages, of_row, kv_heads, layer, mask, window, reading, dtype, bias, start)
     slots = tables.shape[0]
     seen = _SeenPositions(firsts, positions)
     of_slots, of_lanes = (
         jax.tree.map(cut, seen) for cut in (lambda x: x[:slots], lambda x: x[slots:])
     )
-    if reading == "lanes" and reader.fits_kernel():
-        sums = reader.by_kernel(query[:slots], of_slots, tables)
-    else:
-        sums = reader.of_slots(query[:slots], of_slots, tables, start)
+    kernel = reader.by_kernel if reading == "lanes" and reader.fits_kernel() else None
+    sums = (kernel or reader.of_slots)(query[:slots], of_slots, tables)
     if lanes.shape[0]:
         reader = reader._replace(pages_a_block=of_lane)
-        of_lanes = reader.of_lanes(query[slots:], of_lanes, lanes, start)
+        of_lanes = (kernel or reader.of_lanes)(query[slots:], of_lanes, lanes)
         sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums, of_lanes)
     return _finished(sums, sinks).reshape(num_rows, heads, value_dim).astype(dtype)
 
@@ -158,14 +156,6 @@ class _SeenPositions(NamedTuple):
 
     first: jax.Array | None
     last: jax.Array
-
-
-class _Sums(NamedTuple):
-    """Softmax sums of one row: the largest score, the sum of exponentials, and of values."""
-
-    peak: jax.Array
-    total: jax.Array
-    values: jax.Array
 
 
 class _BlockReader(NamedTuple):
@@ -182,6 +172,8 @@ class _BlockReader(NamedTuple):
     """The dtype in which keys and values are read."""
     bias: jax.Array | None
     """Added to scores by distance: [kv_heads, group, distances] float32."""
+    start: PageSums
+    """The sums of a row that has seen nothing."""
 
     @property
     def block(self) -> int:
@@ -194,31 +186,28 @@ class _BlockReader(NamedTuple):
         is_whole = scope is None or scope.mesh.size == 1
         dtypes = {self.pages.key.dtype, self.pages.value.dtype}
         is_known = self.pages.by_head and dtypes == {jnp.dtype(jnp.float32)}
+        is_known = is_known and self.pages.value.shape[-1] % VECTOR == 0
         is_plain = self.bias is None and self.mask.softcap is None
         return is_whole and is_known and is_plain and has_page_kernel()
 
-    def by_kernel(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> _Sums:
-        """Returns the sums of rows with a table each."""
+    def by_kernel(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> PageSums:
+        """Returns the sums of rows with a table each, or of lanes."""
         pages, first = self.pages, self._first_position(seen)
         first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), seen.last.shape)
-        return _Sums(
-            *page_sums(query, pages.key, pages.value, self.layer, first, seen.last, tables)
-        )
+        return page_sums(query, pages.key, pages.value, self.layer, first, seen.last, tables)
 
-    def of_slots(
-        self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
-    ) -> _Sums:
+    def of_slots(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> PageSums:
         """Returns the sums of rows with a table each."""
         over = query, seen, self._whole_blocks(tables)
 
-        def of_row(row: tuple[jax.Array, _SeenPositions, jax.Array]) -> _Sums:
+        def of_row(row: tuple[jax.Array, _SeenPositions, jax.Array]) -> PageSums:
             query, seen, table = row
 
-            def add(number: jax.Array, sums: _Sums) -> _Sums:
+            def add(number: jax.Array, sums: PageSums) -> PageSums:
                 read = self._read(table, number, seen.last)
                 return self._added(sums, query, seen, number, *read)
 
-            return jax.lax.fori_loop(self._first(seen), self._end(seen.last), add, start)
+            return jax.lax.fori_loop(self._first(seen), self._end(seen.last), add, self.start)
 
         if self.reading != "lanes":
             return _mapped(of_row, over, together=self.reading == "all")
@@ -229,23 +218,21 @@ class _BlockReader(NamedTuple):
         back = jnp.argsort(order)
         return jax.tree.map(lambda x: x[back], sums)
 
-    def of_lanes(
-        self, query: jax.Array, seen: _SeenPositions, tables: jax.Array, start: _Sums
-    ) -> _Sums:
+    def of_lanes(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> PageSums:
         """Returns the sums of lanes, whose rows read each block together."""
         lanes = tables.shape[0]
         width = query.shape[0] // lanes
         query, seen = jax.tree.map(lambda x: x.reshape(lanes, width, *x.shape[1:]), (query, seen))
-        many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), start)
+        many = jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *x.shape)), self.start)
 
-        def of_lane(lane: tuple[jax.Array, _SeenPositions, jax.Array]) -> _Sums:
+        def of_lane(lane: tuple[jax.Array, _SeenPositions, jax.Array]) -> PageSums:
             query, seen, table = lane
             last = jnp.max(seen.last)
 
-            def add(number: jax.Array, sums: _Sums) -> _Sums:
+            def add(number: jax.Array, sums: PageSums) -> PageSums:
                 key, value = self._read(table, number, last)
 
-                def of_row(row: tuple[_Sums, jax.Array, _SeenPositions]) -> _Sums:
+                def of_row(row: tuple[PageSums, jax.Array, _SeenPositions]) -> PageSums:
                     return self._added(*row, number, key, value)
 
                 return _mapped(of_row, (sums, query, seen), together=self.reading != "rows")
@@ -300,13 +287,13 @@ class _BlockReader(NamedTuple):
 
     def _added(
         self,
-        sums: _Sums,
+        sums: PageSums,
         query: jax.Array,
         seen: _SeenPositions,
         number: jax.Array,
         key: jax.Array,
         value: jax.Array,
-    ) -> _Sums:
+    ) -> PageSums:
         """Returns the sums of a row with one more block."""
         wide = {"preferred_element_type": jnp.float32}
         scores = jnp.einsum("kgd,ksd->kgs", query, key.astype(query.dtype), **wide)
@@ -324,7 +311,7 @@ class _BlockReader(NamedTuple):
         peak = jnp.maximum(sums.peak, jnp.max(scores, axis=-1))
         weights, kept = jnp.exp(scores - peak[..., None]), jnp.exp(sums.peak - peak)
         new = jnp.einsum("kgs,ksd->kgd", weights.astype(value.dtype), value, **wide)
-        return _Sums(
+        return PageSums(
             peak,
             sums.total * kept + jnp.sum(weights, axis=-1),
             sums.values * kept[..., None] + new,
@@ -336,7 +323,7 @@ def _mapped(function: Callable[[Any], Any], over: Any, *, together: bool) -> Any
     return jax.vmap(function)(over) if together else jax.lax.map(function, over)
 
 
-def _finished(sums: _Sums, sinks: jax.Array | None) -> jax.Array:
+def _finished(sums: PageSums, sinks: jax.Array | None) -> jax.Array:
     """Returns the weighted means [rows, kv_heads, group, value_dim]."""
     if sinks is None:
         return sums.values / sums.total[..., None]
