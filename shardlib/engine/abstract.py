@@ -18,8 +18,8 @@ from shardlib.engine.programs import (
     StepArrays,
     num_groups,
 )
-from shardlib.engine.scheduler import EngineStep, GroupStep
 from shardlib.engine.sizes import EngineSizes
+from shardlib.engine.steps import EngineStep, GroupStep
 from shardlib.functional.quantized import Bits, as_served
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope

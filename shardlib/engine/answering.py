@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from shardlib.engine.requests import Completion, FinishReason, Token
-from shardlib.engine.scheduler import SequenceState
+from shardlib.engine.steps import SequenceState
 from shardlib.engine.texts import TextStream
 from shardlib.errors import ModelError
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from shardlib.engine.programs import serving_scope
-from shardlib.engine.scheduler import EngineStep
 from shardlib.engine.servable import Servable
 from shardlib.engine.sizes import EncoderShape, EngineSizes
+from shardlib.engine.steps import EngineStep
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.hf.pooling import Pooling, TextPooling
 from shardlib.nn.attention import Pages, write_texts

@@ -45,14 +45,10 @@ from shardlib.engine.programs import (
 )
 from shardlib.engine.requests import Completion, FinishReason, Sampling
 from shardlib.engine.room import return_unused
-from shardlib.engine.scheduler import (
-    EngineStep,
-    GroupStep,
-    Scheduler,
-    SequenceState,
-)
+from shardlib.engine.scheduler import Scheduler
 from shardlib.engine.servable import Servable, TextTokenizer
 from shardlib.engine.sizes import EngineSizes, engine_sizes
+from shardlib.engine.steps import EngineStep, GroupStep, SequenceState
 from shardlib.engine.texts import TextStream
 from shardlib.engine.weights import ServedWeights, placed, shardings_of
 from shardlib.errors import DataError, ModelError

@@ -13,8 +13,9 @@ from shardlib.engine.answering import Request
 from shardlib.engine.programs import StepResult
 from shardlib.engine.requests import FinishReason, Sampling, Token
 from shardlib.engine.sampling import Drawn
-from shardlib.engine.scheduler import DecodeRow, EngineStep, Lane, Scheduler, SequenceState
+from shardlib.engine.scheduler import Scheduler
 from shardlib.engine.sizes import EngineSizes
+from shardlib.engine.steps import DecodeRow, EngineStep, Lane, SequenceState
 from shardlib.errors import ModelError
 
 

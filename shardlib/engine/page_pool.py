@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -53,16 +54,16 @@ class PagePool:
         self._users[page] = 1
         return page
 
-    def shared(self, keys: Iterable[bytes]) -> list[int]:
+    def num_shared(self, keys: Iterable[bytes]) -> int:
+        """Returns the number of pages of the longest known prefix of `keys`."""
+        return sum(1 for _ in itertools.takewhile(self._page_of.__contains__, keys))
+
+    def shared(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the pages of the longest known prefix of `keys`, used by one more sequence."""
-        pages = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
+        pages = [self._page_of[key] for key in keys[: self.num_shared(keys)]]
+        for page in pages:
             self._idle.pop(page, None)
             self._users[page] += 1
-            pages.append(page)
         return pages
 
     def publish(self, page: int, key: bytes) -> None:

@@ -22,8 +22,8 @@ from shardlib.engine.prompt_scores import prompt_scores
 from shardlib.engine.requests import Sampling
 from shardlib.engine.room import check_room, least_free
 from shardlib.engine.sampling import Drawn, Settings, draw
-from shardlib.engine.scheduler import EngineStep, GroupStep, SequenceState
 from shardlib.engine.sizes import EngineSizes
+from shardlib.engine.steps import EngineStep, GroupStep, SequenceState
 from shardlib.mesh import entry_axes
 from shardlib.nn.attention import Pages, Rows, rows_apart
 from shardlib.registry import Decoding

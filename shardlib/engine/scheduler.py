@@ -7,182 +7,21 @@ slot and pages at once, because later steps run after it.
 """
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
 
-from shardlib.engine.adjustment import Adjustment
 from shardlib.engine.guesses import NGrams
 from shardlib.engine.page_pool import PagePool, page_key
-from shardlib.engine.requests import Sampling
 from shardlib.engine.sizes import EncoderShape
+from shardlib.engine.steps import (
+    DecodeRow,
+    EncodedText,
+    EngineStep,
+    GroupStep,
+    Lane,
+    SequenceState,
+)
 from shardlib.errors import ModelError
-
-
-@dataclasses.dataclass(eq=False)
-class SequenceState:
-    """A prompt and its answer so far."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    adjustment: Adjustment | None = None
-    """What is added to its logits; it needs all tokens before."""
-    stops: frozenset[int] = frozenset()
-    """Tokens that end the answer."""
-    priority: int = 0
-    """Lower ones are served first."""
-    root: bytes = b""
-    """What decides keys and values besides the tokens."""
-    number: int = 0
-    """The order of arrival."""
-    out: list[int] = dataclasses.field(default_factory=list)
-    """The tokens of the answer that are known."""
-    in_flight: int = 0
-    """Tokens of the answer that steps compute now, without those that need a right guess."""
-    ngrams: NGrams = dataclasses.field(default_factory=NGrams)
-    """The n-grams of the known tokens that were read so far; empty without a slot."""
-    computed: int = 0
-    """Positions whose keys and values are in the cache once all planned steps have run."""
-    read_until: int = 0
-    """Known tokens that are read from the host; later ones come from the step before."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    group: int = 0
-    """The group of devices that its pages lie on, while it has a slot."""
-    slot: int | None = None
-    num_cached: int | None = None
-    """Positions that were found in the cache at first."""
-    num_preempted: int = 0
-    ended: bool = False
-    keys: list[bytes] = dataclasses.field(default_factory=list)
-    """Of full pages of known tokens."""
-    num_offered: int = 0
-    """Pages that were offered to other sequences."""
-    is_stale: bool = False
-    """Whether its pages are never offered, as other weights have computed some of them."""
-    num_encoded: int = 0
-    """Tokens at the start of the prompt that an encoder reads, all at once."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.priority, self.number
-
-    @property
-    def num_known(self) -> int:
-        return len(self.prompt) + len(self.out)
-
-    @property
-    def asked(self) -> tuple[int, ...]:
-        """The prompt as it was given, without the token that a decoder starts from."""
-        return self.prompt[: self.num_encoded] if self.num_encoded else self.prompt
-
-    @property
-    def is_encoded_only(self) -> bool:
-        """Whether its embedding is all that is computed."""
-        return self.num_encoded == len(self.prompt)
-
-    @property
-    def num_drawn(self) -> int:
-        """Tokens of the answer that are known or computed now."""
-        return len(self.out) + self.in_flight
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Returns known tokens from one position to another."""
-        split = len(self.prompt)
-        return [
-            *self.prompt[start:end],
-            *self.out[max(start - split, 0) : max(end - split, 0)],
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRow:
-    """One token of a sequence, drawn by the step before it, at a position."""
-
-    sequence: SequenceState
-    slot: int
-    position: int
-    pages: tuple[int, ...]
-    guessed: ClassVar[tuple[int, ...]] = ()
-    """A row has no guesses; a `Lane` may have some."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lane:
-    """Known tokens of a sequence from one position on, and guesses of the next tokens."""
-
-    sequence: SequenceState
-    slot: int
-    start: int
-    tokens: tuple[int, ...]
-    draws: bool
-    """Whether a token follows the last one."""
-    pages: tuple[int, ...]
-    guessed: tuple[int, ...] = ()
-    """The last of its tokens, if they are guessed: a token is drawn after the known one before
-    them, and after each that is the token drawn before it."""
-
-    @property
-    def scores(self) -> bool:
-        """Whether its tokens are of a prompt whose log probabilities are wanted."""
-        is_prompt = self.start < len(self.sequence.prompt)
-        return self.sequence.sampling.prompt_logprobs and is_prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class EncodedText:
-    """A text that an encoder reads, before the rows and lanes of its step."""
-
-    sequence: SequenceState
-    pages: tuple[int, ...]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.sequence.prompt[: self.sequence.num_encoded]
-
-
-class GroupStep(NamedTuple):
-    """The work of one group of devices in a step."""
-
-    decodes: tuple[DecodeRow, ...]
-    lanes: tuple[Lane, ...]
-    texts: tuple[EncodedText, ...] = ()
-    """Texts of one shape, the same in all groups."""
-
-
-class EngineStep(NamedTuple):
-    """The work of one step."""
-
-    groups: tuple[GroupStep, ...]
-
-    @property
-    def encodes(self) -> bool:
-        """Whether any text is encoded."""
-        return any(group.texts for group in self.groups)
-
-    @property
-    def draws(self) -> bool:
-        """Whether there are rows or lanes."""
-        return any(group.decodes or group.lanes for group in self.groups)
-
-    @property
-    def scores(self) -> bool:
-        """Whether any lane wants the log probabilities of its tokens."""
-        return any(lane.scores for group in self.groups for lane in group.lanes)
-
-    def drawing(
-        self, num_slots: int, draws_a_lane: int
-    ) -> Iterator[tuple[tuple[int, int], DecodeRow | Lane]]:
-        """Yields the work that draws tokens, each with its group and the row there of its first
-        token: slots first, then lanes."""
-        for number, group in enumerate(self.groups):
-            for row in group.decodes:
-                yield (number, row.slot), row
-            for lane_number, lane in enumerate(group.lanes):
-                if lane.draws:
-                    yield (number, num_slots + lane_number * draws_a_lane), lane
-
 
 _MANY = 4
 """Sequences that draw tokens, for each that is read or waits, from which on they are many. With
@@ -221,7 +60,8 @@ class Scheduler:
             guesses is read before the next is planned.
         encoder_shapes: Shapes of texts that an encoder reads; a step has texts of one shape.
         few_lanes: Lanes of a step at most while a prompt of more tokens than a step reads would
-            hold up many sequences that draw tokens, each of its steps; None for `num_lanes`.
+            hold up many sequences that draw tokens, each of its steps, and where steps with few
+            lanes read all that waits in fewer rows than one with all; None for `num_lanes`.
     """
 
     def __init__(
@@ -242,6 +82,8 @@ class Scheduler:
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
         self.share_prefixes, self.num_guesses = share_prefixes, num_guesses
         self.few_lanes = num_lanes if few_lanes is None else few_lanes
+        rows, of_few = (num_slots + n * lane_width for n in (num_lanes, self.few_lanes))
+        self._most_by_few = self.few_lanes * ((rows - 1) // of_few)
         self._sizes = num_slots, num_pages
         self._groups = [_Group(*self._sizes) for _ in range(num_groups)]
         self.waiting: list[SequenceState] = []
@@ -441,7 +283,23 @@ class Scheduler:
         readers += self.waiting
         longest = max((one.num_known - one.num_encoded for one in readers), default=0)
         is_long = longest > self.num_lanes * self.lane_width
-        return self.few_lanes if is_long and num_drawing >= _MANY * len(readers) else self.num_lanes
+        if is_long and num_drawing >= _MANY * len(readers):
+            return self.few_lanes
+        return self.few_lanes if self._can_be_few(readers) else self.num_lanes
+
+    def _can_be_few(self, readers: Iterable[SequenceState]) -> bool:
+        """Returns whether steps with few lanes read all that is left in fewer rows."""
+        left = self._most_by_few
+        for sequence in readers:
+            start = sequence.computed
+            if sequence.slot is None:
+                keys = self._prefix_keys(sequence)
+                shared = min(pool.num_shared(keys) for pool in self.pools)
+                start = sequence.num_encoded or shared * self.page_size
+            left -= -(-(sequence.num_known - start) // self.lane_width)
+            if left < 0:
+                return False
+        return True
 
     def _lanes(self, most: int) -> list[list[Lane]]:
         """Returns the lanes of each group, at most so many: of sequences whose tokens are being
@@ -503,9 +361,7 @@ class Scheduler:
         if sequence.in_flight:
             # It was preempted, and its last tokens are not known yet.
             return False
-        known = sequence.num_known
-        # The last token is always computed: what follows it is not in the cache.
-        pages = self._shared(sequence, group.pool, (known - 1) // self.page_size)
+        known, pages = sequence.num_known, group.pool.shared(self._prefix_keys(sequence))
         # A page more for each running sequence, or the new one is soon sent back.
         taken = None
         need = self._pages_for(known) - len(pages)
@@ -539,13 +395,16 @@ class Scheduler:
             self._careful_until = 0
         return False
 
-    def _shared(self, sequence: SequenceState, pool: PagePool, most: int) -> list[int]:
+    def _prefix_keys(self, sequence: SequenceState) -> list[bytes]:
+        """Returns the keys of the pages that a sequence may share."""
         # The scores of a prompt are computed with its keys and values, and an encoder reads all.
         is_read = sequence.sampling.prompt_logprobs or sequence.num_encoded
         if not self.share_prefixes or is_read:
             return []
+        # The last token is always computed: what follows it is not in the cache.
+        most = (sequence.num_known - 1) // self.page_size
         self._extend_keys(sequence, most)
-        return pool.shared(sequence.keys[:most])
+        return sequence.keys[:most]
 
     def _offer(self, sequence: SequenceState) -> None:
         """Offers the pages that are full of known tokens."""

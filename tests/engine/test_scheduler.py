@@ -8,8 +8,9 @@ import random
 import pytest
 
 from shardlib.engine.page_pool import PagePool, page_key
-from shardlib.engine.scheduler import Scheduler, SequenceState
+from shardlib.engine.scheduler import Scheduler
 from shardlib.engine.sizes import EncoderShape
+from shardlib.engine.steps import SequenceState
 from shardlib.errors import ModelError
 
 VOCAB = 3
@@ -268,6 +269,33 @@ def test_a_long_prompt_holds_up_many_sequences_a_little():
     assert lanes_of_steps(10, 3) == [4, 1]
     assert lanes_of_steps(10, 0) == [4, 1]
     assert lanes_of_steps(10, 7, num_late=2) == [4, 4, 1, 1]
+
+
+def test_what_is_left_is_read_in_the_fewest_rows():
+    """Of 4 slots, and of 2 or 8 lanes with 4 tokens each: 12 or 36 rows."""
+    scheduler = Scheduler(
+        num_slots=4, num_pages=99, page_size=4, num_lanes=8, lane_width=4, few_lanes=2
+    )
+
+    def lanes_of_steps(*prompts):
+        late = [SequenceState(prompt, 1) for prompt in prompts]
+        for sequence in late:
+            scheduler.add(sequence)
+        counts = []
+        while any(not sequence.num_drawn for sequence in late):
+            counts.append(len(scheduler.plan().groups[0].lanes))
+        for sequence in late:
+            scheduler.drawn(sequence, 0)
+        return counts
+
+    assert lanes_of_steps((1,) * 16) == [2, 2]
+    assert lanes_of_steps((2,) * 17) == [5]
+    assert lanes_of_steps((3,) * 44) == [8, 2, 1]
+    assert lanes_of_steps((4,) * 9, (5,) * 3) == [2, 2]
+    assert lanes_of_steps((6,) * 9, (7,) * 5) == [5]
+    # The first 40 tokens are in the cache.
+    assert lanes_of_steps((3,) * 40 + (4,) * 13) == [2, 2]
+    assert lanes_of_steps((3,) * 40 + (5,) * 17) == [5]
 
 
 def test_a_prompt_that_never_fits_is_refused():
