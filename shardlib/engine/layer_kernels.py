@@ -6,8 +6,8 @@ layer are arrays of their own, in the memory of the stack, and the loop chooses 
 layer. The program still has one body for all layers.
 
 A product reads the columns of a kernel. Where its rows lie a multiple of 4 KiB apart, the numbers
-of a column share a set of the cache, and evict each other; where rows are as long as those of a
-head, each number lies in a page of memory of its own. Such kernels are stored by column.
+of a column share a set of the cache, and evict each other. Where rows are long, as in a head, each
+number lies in a page of memory of its own. Such kernels are stored by column.
 """
 
 import dataclasses
