@@ -75,8 +75,8 @@ class Engine:
         page_size: Positions of a page.
         chunk: Tokens of prompts that a step reads at most. On a CPU a step reads one or two lanes
             of a longer prompt while four sequences or more are continued for each that is read or
-            waits, and of all prompts where such steps read the rest in fewer rows. An encoder reads
-            texts of about so many tokens at once, or one longer text.
+            waits; and of all prompts, without `speculate`, where that reads what is left sooner. An
+            encoder reads texts of about so many tokens at once, or one longer text.
         lane: Tokens of one prompt that stand together in a step; divides `chunk`.
         prefix_cache: Whether equal beginnings of prompts are computed once.
         overlap: Whether a step starts before the tokens of the last one are known; not with

@@ -12,14 +12,14 @@ number lies in a page of memory of its own. Such kernels are stored by column.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from shardlib.functional.protocol import axis_names_of
 from shardlib.jaxprs import bind_again, called, is_literal, scan_parts
@@ -37,7 +37,9 @@ _LONG_ROW_BYTES = 2**16
 heads that were tried, of 30,522 to 50,304 outputs, take 0.55 to 0.82 of the time then."""
 
 
-class ByColumn(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByColumn:
     """A kernel that is stored by column."""
 
     transposed: jax.Array
@@ -62,10 +64,13 @@ def stored_by_column(params: nnx.State) -> nnx.State:
 
 
 def _has_slow_columns(leaf: Any, array: jax.Array) -> bool:
-    row_bytes = array.shape[-1] * array.dtype.itemsize
+    *_, inputs, outputs = array.shape
+    row_bytes = outputs * array.dtype.itemsize
     if array.ndim == 3:
         return _is_stack(leaf, array) and row_bytes % _SET_BYTES == 0
-    return array.ndim == 2 and row_bytes >= _LONG_ROW_BYTES
+    # Not the biases of all layers, nor an embedding, of which a step reads rows.
+    is_head = array.ndim == 2 and outputs > inputs and "layers" not in _names(leaf, array)
+    return is_head and row_bytes >= _LONG_ROW_BYTES
 
 
 def _by_column(array: jax.Array) -> Layout:
@@ -102,10 +107,13 @@ def _array_of(leaf: Any) -> jax.Array | None:
 
 def _is_stack(leaf: Any, array: jax.Array) -> bool:
     """Returns whether an array is the large kernels of all layers."""
-    names = axis_names_of(leaf.get_metadata().get("out_sharding"), array.ndim) or (None,)
     size = array.nbytes // len(array)
     is_large = size >= _LEAST_BYTES and size % _ALIGNMENT == 0
-    return array.ndim > 2 and names[0] == "layers" and is_large
+    return array.ndim > 2 and _names(leaf, array)[0] == "layers" and is_large
+
+
+def _names(leaf: Any, array: jax.Array) -> tuple[str | None, ...]:
+    return axis_names_of(leaf.get_metadata().get("out_sharding"), array.ndim) or (None,)
 
 
 def _kernels_of(leaf: Any) -> tuple[jax.Array | ByColumn, ...] | ByColumn:
@@ -114,13 +122,13 @@ def _kernels_of(leaf: Any) -> tuple[jax.Array | ByColumn, ...] | ByColumn:
         return ()
     (device,) = array.sharding.device_set
     order = array.format.layout.major_to_minor
-    if is_by_column := order == _by_column(array).major_to_minor:
-        array = np.from_dlpack(array).transpose(order)
-    if array.ndim == 2:
-        return ByColumn(jax.device_put(array, device)) if is_by_column else ()
-    if not is_by_column and not _is_stack(leaf, array):
+    is_stack, is_by_column = _is_stack(leaf, array), order == _by_column(array).major_to_minor
+    if not is_stack and (array.ndim > 2 or not is_by_column):
         return ()
-    kernels = (jax.device_put(kernel, device) for kernel in np.asarray(array))
+    in_memory = np.from_dlpack(array).transpose(order) if is_by_column else np.asarray(array)
+    if not is_stack:
+        return ByColumn(jax.device_put(in_memory, device))
+    kernels = (jax.device_put(kernel, device) for kernel in in_memory)
     return tuple(map(ByColumn, kernels) if is_by_column else kernels)
 
 
@@ -130,8 +138,7 @@ def with_kernels(function: Callable[..., Any], kernels: LayerKernels) -> Callabl
     def run(params: nnx.State, *others: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *others)
         values = [
-            # XLA makes one product of a transpose and a product.
-            kernel.transposed.T if isinstance(kernel, ByColumn) else leaf
+            kernel if isinstance(kernel, ByColumn) else leaf
             for leaf, kernel in zip(jax.tree.leaves(params), kernels, strict=True)
         ]
         values += jax.tree.leaves(others)
@@ -158,7 +165,8 @@ stack outside of the loop, and the kernel of one layer inside."""
 def _retraced(
     jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], known: _Known
 ) -> list[Any]:
-    """Retraces a program; `known` are kernels among its arguments."""
+    """Retraces a program; `known` are kernels of layers among its arguments, of which some may be
+    `ByColumn`."""
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     kernels: dict[Any, Any] = {jaxpr.invars[number]: kernel for number, kernel in known.items()}
@@ -173,18 +181,26 @@ def _retraced(
             equation, [*map(read, operands)], {n: kernels[operands[n]] for n in named}
         )
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [_by_row(read(atom)) for atom in jaxpr.outvars]
+
+
+def _by_row(x: Any) -> Any:
+    # XLA makes one product of a transpose and a product.
+    return x.transposed.T if isinstance(x, ByColumn) else x
 
 
 def _results(equation: JaxprEqn, operands: list[Any], known: _Known) -> Sequence[Any]:
     """Returns the results of an equation for other operands; `known` are kernels among them."""
-    if not known:
+    if not known and not any(isinstance(x, ByColumn) for x in operands):
         return bind_again(equation, operands)
     inner, consts = called(equation)
     if inner is not None:
         skipped = len(operands) - len(inner.invars)
         known = {n - skipped: kernel for n, kernel in known.items() if n >= skipped}
         return _retraced(inner, consts, operands[skipped:], known)
+    if equation.primitive.name == "cond" and not known:
+        return _branches(equation, operands)
+    operands = [*map(_by_row, operands)]
     layers = {n: kernel for n, kernel in known.items() if isinstance(kernel, _LayerKernel)}
     name = equation.primitive.name
     if name == "scan" and not layers:
@@ -192,6 +208,15 @@ def _results(equation: JaxprEqn, operands: list[Any], known: _Known) -> Sequence
     if name in _PRODUCTS and len(layers) == 1:
         return [_product(equation, operands, *layers.popitem())]
     return bind_again(equation, operands)
+
+
+def _branches(cond: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    """Runs the branch that is chosen. A transpose outside of it would be computed as an array."""
+
+    def ran(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *arguments: _retraced(branch.jaxpr, branch.consts, arguments, {})
+
+    return jax.lax.switch(operands[0], [*map(ran, cond.params["branches"])], *operands[1:])
 
 
 def _loop(scan: JaxprEqn, operands: list[Any], known: _Known) -> list[Any]:
@@ -221,8 +246,8 @@ def _product(
 
     def by(layer: jax.Array | ByColumn) -> Callable[[list[Any]], Any]:
         def product(others: list[Any]) -> jax.Array:
-            own = layer.transposed.T if isinstance(layer, ByColumn) else layer
-            return bind_again(equation, [*others[:number], own, *others[number:]])[0]
+            operands = [*others[:number], _by_row(layer), *others[number:]]
+            return bind_again(equation, operands)[0]
 
         return product
 

@@ -26,6 +26,9 @@ from shardlib.errors import ModelError
 _MANY = 4
 """Sequences that draw tokens, for each that is read or waits, from which on they are many. With
 fewer, slow reading leaves too many slots idle."""
+_FEWER_ROWS = 0.75
+"""Rows of all steps with few lanes, for each of one with all lanes, up to which they are quicker:
+products of 96 rows take 1.2 times as long for a row as those of 288."""
 _MOST_READ = 4096
 """Tokens that a step adds to the n-grams of a sequence at most."""
 
@@ -60,8 +63,9 @@ class Scheduler:
             guesses is read before the next is planned.
         encoder_shapes: Shapes of texts that an encoder reads; a step has texts of one shape.
         few_lanes: Lanes of a step at most while a prompt of more tokens than a step reads would
-            hold up many sequences that draw tokens, each of its steps, and where steps with few
-            lanes read all that waits in fewer rows than one with all; None for `num_lanes`.
+            hold up many sequences that draw tokens, each of its steps; and, without guesses, where
+            steps with few lanes read all that is left sooner than one step with all lanes. None for
+            `num_lanes`.
     """
 
     def __init__(
@@ -82,8 +86,9 @@ class Scheduler:
         self.page_size, self.num_lanes, self.lane_width = page_size, num_lanes, lane_width
         self.share_prefixes, self.num_guesses = share_prefixes, num_guesses
         self.few_lanes = num_lanes if few_lanes is None else few_lanes
-        rows, of_few = (num_slots + n * lane_width for n in (num_lanes, self.few_lanes))
-        self._most_by_few = self.few_lanes * ((rows - 1) // of_few)
+        rows, rows_of_few = (num_slots + n * lane_width for n in (num_lanes, self.few_lanes))
+        self._most_by_few = self.few_lanes * int(_FEWER_ROWS * rows / rows_of_few)
+        """Lanes that steps with few lanes read sooner than one step with all."""
         self._sizes = num_slots, num_pages
         self._groups = [_Group(*self._sizes) for _ in range(num_groups)]
         self.waiting: list[SequenceState] = []
@@ -279,27 +284,34 @@ class Scheduler:
         """Returns the lanes of the next step in a group at most."""
         running = self.running
         readers = [one for one in running if one.computed < one.read_until]
-        num_drawing = len(running) - len(readers)
+        num_drawing, num_free = len(running) - len(readers), self.num_slots - len(running)
+        admitted = [*readers, *self.waiting[:num_free]]
         readers += self.waiting
-        longest = max((one.num_known - one.num_encoded for one in readers), default=0)
+        if self.few_lanes == self.num_lanes or not readers:
+            return self.num_lanes
+        longest = max(one.num_known - one.num_encoded for one in readers)
         is_long = longest > self.num_lanes * self.lane_width
         if is_long and num_drawing >= _MANY * len(readers):
             return self.few_lanes
-        return self.few_lanes if self._can_be_few(readers) else self.num_lanes
+        return self.few_lanes if self._can_be_few(admitted) else self.num_lanes
 
-    def _can_be_few(self, readers: Iterable[SequenceState]) -> bool:
-        """Returns whether steps with few lanes read all that is left in fewer rows."""
-        left = self._most_by_few
+    def _can_be_few(self, readers: Sequence[SequenceState]) -> bool:
+        """Returns whether steps with few lanes read all that is left sooner than one with all. Not
+        with guesses, which take lanes too, and texts of an encoder, which reads many at once."""
+        left = 0 if self.num_guesses else self._most_by_few
         for sequence in readers:
-            start = sequence.computed
-            if sequence.slot is None:
-                keys = self._prefix_keys(sequence)
-                shared = min(pool.num_shared(keys) for pool in self.pools)
-                start = sequence.num_encoded or shared * self.page_size
-            left -= -(-(sequence.num_known - start) // self.lane_width)
-            if left < 0:
+            left -= -(-self._num_unread(sequence) // self.lane_width)
+            if left < 0 or sequence.num_encoded:
                 return False
         return True
+
+    def _num_unread(self, sequence: SequenceState) -> int:
+        """Returns the tokens of a sequence that are to be read."""
+        start = sequence.computed
+        if sequence.slot is None:
+            keys = self._prefix_keys(sequence)
+            start = min(pool.num_shared(keys) for pool in self.pools) * self.page_size
+        return sequence.num_known - start
 
     def _lanes(self, most: int) -> list[list[Lane]]:
         """Returns the lanes of each group, at most so many: of sequences whose tokens are being

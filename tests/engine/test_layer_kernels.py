@@ -107,28 +107,37 @@ def test_wide_kernels_are_stored_by_column():
 
             self.wide, self.narrow = stack(WIDTH, 1024), stack(1024, WIDTH)
             self.head = nnx.Param(rngs.params.normal((WIDTH, 2**14)) / 32)
+            # Not kernels: a vector of each layer, and a table.
+            axes = {"out_sharding": ("layers", None), "eager_sharding": False}
+            self.bias = nnx.Param(jnp.ones((LAYERS, 2**14)), **axes)
+            self.table = nnx.Param(jnp.ones((2**14, 2**14 // 2**10)))
 
         def __call__(self, x):
             def layer(x, kernels):
                 return jnp.tanh(x @ kernels[0]) @ kernels[1], None
 
             x = jax.lax.scan(layer, x, (self.wide[...], self.narrow[...]))[0]
-            return x @ self.head[...]
+            many = jnp.concatenate([x, x])
+            scores = jax.lax.cond(
+                x[0, 0] < 9, lambda: many @ self.head[...], lambda: jnp.zeros((2 * len(x), 2**14))
+            )
+            return x @ self.head[...], scores
 
     graphdef, params = nnx.split(Wide(nnx.Rngs(0)))
     narrower = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     pairs = zip(jax.tree.leaves(stored_by_column(narrower)), jax.tree.leaves(narrower), strict=True)
     assert all(ours is theirs for ours, theirs in pairs)
     stored = stored_by_column(params)
-    head, narrow, wide = jax.tree.leaves(stored)
-    assert narrow is jax.tree.leaves(params)[1]
+    bias, head, narrow, table, wide = jax.tree.leaves(stored)
+    same = [jax.tree.leaves(params)[number] for number in (0, 2, 3)]
+    assert all(ours is theirs for ours, theirs in zip((bias, narrow, table), same, strict=True))
     assert wide.format.layout.major_to_minor == (0, 2, 1)
     assert head.format.layout.major_to_minor == (1, 0)
     kernels = layer_kernels(stored)
-    assert kernels[0].transposed.unsafe_buffer_pointer() == head.unsafe_buffer_pointer()
-    np.testing.assert_array_equal(kernels[0].transposed.T, head)
+    assert kernels[1].transposed.unsafe_buffer_pointer() == head.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(kernels[1].transposed.T, head)
     start, size = wide.unsafe_buffer_pointer(), wide.nbytes // LAYERS
-    for number, kernel in enumerate(kernels[2]):
+    for number, kernel in enumerate(kernels[4]):
         assert kernel.transposed.unsafe_buffer_pointer() == start + number * size
         np.testing.assert_array_equal(kernel.transposed.T, wide[number])
 
@@ -137,11 +146,12 @@ def test_wide_kernels_are_stored_by_column():
 
     x = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
     step = jax.jit(lambda p, x, k: with_kernels(call, k)(p, x)).lower(stored, x, kernels).compile()
-    # It reads the head as it is.
+    # It reads the head as it is, and so does the branch.
     assert not re.search(r"f32\[32,16384\]\{\S+ (copy|transpose)\(", step.as_text())
-    found = step(stored, x, kernels)
-    # Sums of 32 and 1,024 products in float32.
-    np.testing.assert_allclose(found, jax.jit(call)(params, x), rtol=1e-5, atol=1e-5)
+    found, expected = step(stored, x, kernels), jax.jit(call)(params, x)
+    for ours, theirs in zip(found, expected, strict=True):
+        # Sums of 32 and 1,024 products in float32.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_on_several_devices_have_no_kernels_apart():

@@ -298,6 +298,25 @@ def test_what_is_left_is_read_in_the_fewest_rows():
     assert lanes_of_steps((3,) * 40 + (5,) * 17) == [5]
 
 
+def test_guesses_and_texts_take_all_lanes_that_there_are():
+    sizes = {"num_slots": 8, "num_pages": 99, "page_size": 4, "num_lanes": 8, "lane_width": 4}
+    scheduler = Scheduler(**sizes, few_lanes=2, num_guesses=2)
+    for _ in range(6):
+        scheduler.add(SequenceState((1, 2, 3, 1), 20))
+    step = scheduler.plan().groups[0]
+    for lane in step.lanes:
+        scheduler.drawn(lane.sequence, 2)
+    guesses = [lane.guessed for lane in scheduler.plan().groups[0].lanes]
+    assert guesses == [(3, 1)] * 6
+
+    shape = EncoderShape(rows=8, length=16)
+    scheduler = Scheduler(**sizes, few_lanes=2, encoder_shapes=[shape])
+    for _ in range(6):
+        scheduler.add(SequenceState((1,) * 9 + (0,), 4, num_encoded=9))
+    step = scheduler.plan().groups[0]
+    assert (len(step.texts), len(step.lanes)) == (6, 6)
+
+
 def test_a_prompt_that_never_fits_is_refused():
     scheduler = Scheduler(num_slots=2, num_pages=5, page_size=4, num_lanes=1, lane_width=8)
     with pytest.raises(ModelError, match="17 tokens need 5 pages, and the cache has 4"):
