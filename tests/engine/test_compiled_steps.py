@@ -46,7 +46,7 @@ def held(tree):
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def compiled(model, cluster, mesh, lanes, *, context=2048, **changes):
+def compiled(model, cluster, mesh, lanes, weights=None, *, context=2048, **changes):
     if "h100" in cluster:
         pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
     name, fields = sizes()[model]
@@ -58,7 +58,7 @@ def compiled(model, cluster, mesh, lanes, *, context=2048, **changes):
         slots=SLOTS, context=context, pages=None, page_size=16, chunk=LANES * 32, lane=32,
         max_length=made.decoding.max_length(config), deterministic=False,
     )  # fmt: skip
-    step = abstract_step(made, config, scope, of_engine, num_lanes=lanes)
+    step = abstract_step(made, config, scope, of_engine, num_lanes=lanes, weights=weights)
     options = FAST if devices[0].platform == "tpu" else None
     program = step.lower().compile(compiler_options=options)
     found = read_program(program, scope.mesh).collectives
@@ -100,7 +100,7 @@ def test_a_step_of_a_tpu_updates_its_cache_in_place_and_sends_two_sums_a_layer(l
 
 WHOLE = {
     "llama3-8b": ("v5e-8 tensor=8", "v5p-8 tensor=4", "v5p-16 tensor=8", "8xh100 tensor=8"),
-    "llama3-70b": ("v5p-8 tensor=4", "v5p-16 tensor=8", "8xh100 tensor=8"),
+    "llama3-70b": ("v5e-8 tensor=8 int8", "v5p-8 tensor=4", "v5p-16 tensor=8", "8xh100 tensor=8"),
 }
 
 
@@ -110,7 +110,8 @@ WHOLE = {
     ("model", "place"), [(model, place) for model, places in WHOLE.items() for place in places]
 )
 def test_whole_models_are_served_on(model, place, lanes):
-    program = compiled(model, *place.split(), lanes)
+    cluster, mesh, *weights = place.split()
+    program = compiled(model, cluster, mesh, lanes, *weights)
     check(program, lanes)
     memory = program.compiled.memory_analysis()
     print(
