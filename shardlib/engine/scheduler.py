@@ -27,8 +27,8 @@ _MANY = 4
 """Sequences that draw tokens, for each that is read or waits, from which on they are many. With
 fewer, slow reading leaves too many slots idle."""
 _FEWER_ROWS = 0.75
-"""Rows of all steps with few lanes, for each of one with all lanes, up to which they are quicker: in
-products of 96 rows each takes 1.2 times as long as in products of 288."""
+"""Rows of all steps with few lanes, for each of one with all lanes, up to which they are quicker.
+In products of 96 rows each takes 1.2 times as long as in products of 288."""
 _MOST_READ = 4096
 """Tokens that a step adds to the n-grams of a sequence at most."""
 
