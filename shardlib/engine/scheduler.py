@@ -298,7 +298,9 @@ class Scheduler:
     def _can_be_few(self, readers: Sequence[SequenceState]) -> bool:
         """Returns whether steps with few lanes read all that is left sooner than one with all. Not
         with guesses, which take lanes too, and texts of an encoder, which reads many at once."""
-        left = 0 if self.num_guesses else self._most_by_few
+        if self.num_guesses:
+            return False
+        left = self._most_by_few
         for sequence in readers:
             left -= -(-self._num_unread(sequence) // self.lane_width)
             if left < 0 or sequence.num_encoded:

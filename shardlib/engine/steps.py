@@ -17,7 +17,7 @@ class SequenceState:
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     adjustment: Adjustment | None = None
-    """What is added to its logits; it needs all tokens before."""
+    """Added to its logits. It needs all tokens before."""
     stops: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     priority: int = 0
@@ -45,7 +45,7 @@ class SequenceState:
     num_preempted: int = 0
     ended: bool = False
     keys: list[bytes] = dataclasses.field(default_factory=list)
-    """Of full pages of known tokens."""
+    """The keys of its full pages of known tokens."""
     num_offered: int = 0
     """Pages that were offered to other sequences."""
     is_stale: bool = False

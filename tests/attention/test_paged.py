@@ -234,7 +234,7 @@ def test_threads_use_the_kernel_at_a_time(steps):
 @pytest.mark.parametrize("page_size", [3, 16, 40])
 @pytest.mark.parametrize(("width", "group"), [(1, 1), (1, 9), (5, 1), (2, 4), (21, 1)])
 def test_sums_of_the_kernel_are_those_of_a_softmax(page_size, width, group):
-    """Of rows apart and of lanes, of blocks of 256 keys and parts of them, and of no key."""
+    """The rows stand apart or in lanes, and see whole and partial blocks of 256 keys, or no key."""
     rng = np.random.default_rng(width + group)
     tables, dims, pages_a_row = 3, (7, 32), -(-700 // page_size)
     num_pages = tables * pages_a_row
@@ -268,6 +268,14 @@ def test_sums_of_the_kernel_are_those_of_a_softmax(page_size, width, group):
         for ours, theirs in zip(found, wanted, strict=True):
             # Sums of up to 600 products in float32.
             np.testing.assert_allclose(ours[row], theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_values_that_vectors_do_not_divide_are_refused_by_the_kernel():
+    pages = [np.zeros((1, 1, 4, 1, PAGE, n), np.float32) for n in (8, 24)]
+    query, at = np.zeros((1, 1, 1, 8), np.float32), np.zeros(1, np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="16 must divide the dims of values"):
+        page_sums(query, *pages, 0, at, at, at[None]).values.block_until_ready()
 
 
 @pytest.mark.usefixtures("kernel")

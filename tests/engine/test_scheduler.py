@@ -272,7 +272,7 @@ def test_a_long_prompt_holds_up_many_sequences_a_little():
 
 
 def test_what_is_left_is_read_in_the_fewest_rows():
-    """Of 4 slots, and of 2 or 8 lanes with 4 tokens each: 12 or 36 rows."""
+    """A step has 12 or 36 rows: 4 slots, and 2 or 8 lanes of 4 tokens."""
     scheduler = Scheduler(
         num_slots=4, num_pages=99, page_size=4, num_lanes=8, lane_width=4, few_lanes=2
     )
@@ -299,9 +299,10 @@ def test_what_is_left_is_read_in_the_fewest_rows():
 
 
 def test_guesses_and_texts_take_all_lanes_that_there_are():
-    sizes = {"num_slots": 8, "num_pages": 99, "page_size": 4, "num_lanes": 8, "lane_width": 4}
+    sizes = {"num_slots": 6, "num_pages": 99, "page_size": 4, "num_lanes": 8, "lane_width": 4}
     scheduler = Scheduler(**sizes, few_lanes=2, num_guesses=2)
-    for _ in range(6):
+    # The last one waits for a slot.
+    for _ in range(7):
         scheduler.add(SequenceState((1, 2, 3, 1), 20))
     step = scheduler.plan().groups[0]
     for lane in step.lanes:

@@ -207,6 +207,9 @@ ffi::Error PageSums(ffi::ThreadPool pool, Floats<4> query, Floats<6> key, Floats
                     Ints<0> layer, Ints<1> firsts, Ints<1> lasts, Ints<2> tables,
                     FloatsOut<3> peak, FloatsOut<3> total, FloatsOut<4> values) {
   const auto rows = query.dimensions();
+  if (value.dimensions()[5] % kWidth != 0) {
+    return ffi::Error::InvalidArgument("16 must divide the dims of values");
+  }
   auto of_layer = [&](const Floats<6>& pages) {
     const int64_t layers = pages.dimensions()[0];
     return pages.typed_data() + *layer.typed_data() * (pages.element_count() / layers);
