@@ -161,14 +161,22 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Pages]:
         """Returns attention [groups, rows, heads, value_dim] of rows to their sequences in pages,
         and the pages with the keys and values of the rows."""
-        config, window = self.config, self.config.window
+        config = self.config
         assert context.rows is not None
-        if window is not None and context.is_local is not None:
-            window = jnp.where(context.is_local, window, jnp.iinfo(jnp.int32).max)
         mask = Mask(scale=config.query_scale, softcap=config.attention_softcap)
         sinks = None if self.sinks is None else self.sinks[...]
         return attend_pages(
-            query, key, value, pages, context.layer, context.rows, mask, window=window, sinks=sinks
+            query,
+            key,
+            value,
+            pages,
+            context.layer,
+            context.rows,
+            mask,
+            window=config.window,
+            is_local=context.is_local,
+            sinks=sinks,
+            backend=config.attention,
         )
 
 

@@ -26,7 +26,7 @@ def pages(
     dtype = model.token_embedding.embedding[...].dtype if dtype is None else dtype
     dense = config.num_dense_layers
     counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
-    sizes = num_groups, num_pages, page_size, config.kv_heads
+    sizes = num_groups, num_pages, page_size, (config.num_heads, config.kv_heads)
     dims = config.head_size, config.value_size
     return tuple(empty_pages(n, *sizes, dims, dtype) for n in counts)
 

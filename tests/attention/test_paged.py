@@ -358,7 +358,9 @@ def test_keys_and_values_in_8_bits(steps, reading):
 @pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
 def test_a_loop_over_layers_updates_its_pages_in_place(reading, dtype):
     layers, pages = 4, 2048
-    cache = empty_pages(layers, 1, pages, PAGE, KV_HEADS, (DIM, VALUE_DIM), dtype)
+    cache = empty_pages(
+        layers, 1, pages, PAGE, (KV_HEADS * GROUP, KV_HEADS), (DIM, VALUE_DIM), dtype
+    )
     count = SLOTS + LANES * WIDTH
     rows = Rows(
         *(jnp.zeros((1, count), jnp.int32) for _ in range(2)),

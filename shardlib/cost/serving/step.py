@@ -64,8 +64,17 @@ class ServedStep:
 
 
 def kv_cut(model: Transformer, layout: Layout) -> int:
-    """Returns the parts into which `tensor` cuts the key-value heads: all, or they are whole."""
+    """Returns the parts into which `tensor` cuts the projections to key-value heads: all, or they
+    are whole."""
     return 1 if model.kv_heads % layout.tensor else layout.tensor
+
+
+def cache_cut(model: Transformer, layout: Layout) -> int:
+    """Returns the parts into which the heads of the cache are cut: a device holds and reads its own
+    part, or a copy of the head that its query heads need."""
+    if layout.tensor % model.kv_heads == 0:
+        return model.kv_heads
+    return kv_cut(model, layout)
 
 
 def step_costs(
@@ -162,7 +171,7 @@ def cache_elements(model: Transformer, positions: float) -> float:
 def _attention(
     model: Transformer, step: ServedStep, layout: Layout, width: float
 ) -> Iterator[Work]:
-    cut = kv_cut(model, layout)
+    cut = cache_cut(model, layout)
     heads = model.heads / layout.tensor
     dims = model.score_dim + model.value_dim
 

@@ -84,8 +84,15 @@ def resolve_backend(
     wanted = backend if backend != "auto" else kernel
     obstacles = ["heads have sinks"] if sinks and wanted in ("cudnn", "splash") else []
     if wanted == "cudnn":
-        obstacles += _cudnn(platform, dtype, head_dim, masked, lengths)
-        obstacles += _cudnn_scores(head_dim, value_dim, softcap)
+        obstacles += cudnn_obstacles(
+            platform,
+            dtype,
+            head_dim,
+            value_dim=value_dim,
+            softcap=softcap,
+            masked=masked,
+            lengths=lengths,
+        )
     elif wanted == "splash":
         obstacles += _splash(platform, lengths)
     elif wanted == "blockwise":
@@ -121,13 +128,17 @@ def _is_long(lengths: tuple[int, ...]) -> bool:
     return len(lengths) == 2 and lengths[0] * lengths[1] >= LONG_PAIRS
 
 
-def _cudnn(
+def cudnn_obstacles(
     platform: str,
     dtype: jax.typing.DTypeLike,
     head_dim: int,
+    *,
+    value_dim: int | None,
+    softcap: float | None,
     masked: bool,
     lengths: tuple[int, ...],
 ) -> list[str]:
+    """Returns why cuDNN cannot compute an attention; see `resolve_backend`."""
     obstacles = []
     if _KERNELS.get(platform) != "cudnn":
         obstacles.append(f"the platform is {platform}")
@@ -140,11 +151,8 @@ def _cudnn(
         )
     if masked and any(length % 2 for length in lengths):
         obstacles.append(f"there is a mask, and a length of {lengths} is odd")
-    return obstacles
-
-
-def _cudnn_scores(head_dim: int, value_dim: int | None, softcap: float | None) -> list[str]:
-    obstacles = [] if softcap is None else ["the scores have a softcap"]
+    if softcap is not None:
+        obstacles.append("the scores have a softcap")
     if value_dim is not None and value_dim != head_dim:
         obstacles.append(f"heads of keys have {head_dim} dims, and of values {value_dim}")
     return obstacles

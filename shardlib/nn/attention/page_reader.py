@@ -2,25 +2,30 @@
 
 Each row reads its keys in blocks of fixed size, one after the other, as many as its position needs,
 and a block that it does not see leaves its sums as they are. Which rows read a block together is a
-`Reading`.
+`Together`.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.page_kernel import VECTOR, PageSums, has_page_kernel, page_sums
 from shardlib.sharding.constrain import active
 
-Reading = Literal["rows", "lanes", "all"]
+Together = Literal["rows", "lanes", "all"]
 """The rows that read a block together: none, so that the result of a row has the same bits whatever
 the other rows are; the rows of a lane; or all rows, as on GPUs and TPUs."""
-_BLOCKS: dict[Reading, tuple[int, int]] = {"rows": (128, 128), "lanes": (16, 64), "all": (512, 512)}
+_BLOCKS: dict[Together, tuple[int, int]] = {
+    "rows": (128, 128),
+    "lanes": (16, 64),
+    "all": (512, 512),
+}
 """Keys of a block, at least one page, of the row of a slot and the rows of a lane. They are equal
 for rows that are read apart, whose bits would else depend on where they stand. A row of a slot
 reads few keys beyond its position where its blocks are small."""
@@ -28,78 +33,6 @@ _SLOTS = 8
 """Rows of slots that `lanes` computes at once, each with keys of its own: cores share them."""
 # Finite: of a row that has seen nothing, exp(start - start) is 1.
 _START = -1e30
-
-
-class GroupPages(NamedTuple):
-    """Keys and values of a stack of layers: [layers, 1, pages, page_size, heads * head_dim] each,
-    or on a CPU [layers, 1, pages, heads, page_size, head_dim].
-
-    On GPUs and TPUs a row writes the whole last dim, so compilers write in place. With a dim of
-    their own, heads would lie in another order in the write than in the read, and each layer would
-    copy the cache. So it would if the dim of the group were removed and added again. On a CPU the
-    keys of a head lie together, as a product reads them: there nothing else would bring them into
-    this order than a copy of each block.
-    """
-
-    key: jax.Array
-    value: jax.Array
-    key_scale: jax.Array | None = None
-    """The scales of int8 pages: [layers, 1, pages, kv_heads * page_size] float32."""
-    value_scale: jax.Array | None = None
-
-    @property
-    def page_size(self) -> int:
-        return self.key.shape[-2]
-
-    @property
-    def by_head(self) -> bool:
-        """Whether the keys of a head lie together."""
-        return self.key.ndim == 6
-
-    def num_heads(self, head_dim: int) -> int:
-        """Returns the number of heads of keys, whose dim is given, and of values."""
-        return self.key.shape[3] if self.by_head else self.key.shape[-1] // head_dim
-
-    def written(
-        self,
-        layer: int | jax.Array,
-        positions: jax.Array,
-        at_pages: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-    ) -> "GroupPages":
-        """Returns the pages with a key and a value [rows, kv_heads, dims] of each row in one layer,
-        at a position [rows] of a page [rows]."""
-        page_size, heads = self.page_size, jnp.arange(key.shape[1], dtype=jnp.int32)
-        at = positions % page_size
-
-        def write(
-            pages: jax.Array, scales: jax.Array | None, new: jax.Array
-        ) -> tuple[jax.Array, jax.Array | None]:
-            if scales is not None:
-                new, factors = _in_int8(new)
-                of_heads = heads[None] * page_size + at[:, None]
-                scales = scales.at[layer, 0, at_pages[:, None], of_heads].set(factors)
-            new = new.astype(pages.dtype)
-            if self.by_head:
-                place = layer, 0, at_pages[:, None], heads, at[:, None]
-                return pages.at[place].set(new), scales
-            return pages.at[layer, 0, at_pages, at].set(new.reshape(new.shape[0], -1)), scales
-
-        keys, key_scale = write(self.key, self.key_scale, key)
-        values, value_scale = write(self.value, self.value_scale, value)
-        return GroupPages(keys, values, key_scale, value_scale)
-
-
-def _in_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns rows [rows, kv_heads, dims] as int8 from -127 to 127, and scales [rows, kv_heads].
-
-    Source: Dettmers et al. 2022, "LLM.int8()", sec. 2, with a scale for each head of each row.
-    """
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1)
-    scales = jnp.where(largest > 0, largest, 1.0) / 127.0
-    return jnp.round(x / scales[..., None]).astype(jnp.int8), scales
 
 
 def attend_group(
@@ -113,7 +46,7 @@ def attend_group(
     *,
     window: jax.Array | int | None,
     sinks: jax.Array | None,
-    reading: Reading,
+    reading: Together,
     firsts: jax.Array | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
@@ -121,7 +54,7 @@ def attend_group(
     `firsts` [rows] are the first positions that rows see; None for 0."""
     (num_rows, heads, head_dim), dtype = query.shape, query.dtype
     kv_heads = pages.num_heads(head_dim)
-    value_dim = pages.value.shape[-1] // (1 if pages.by_head else kv_heads)
+    value_dim = pages.value_dim(kv_heads)
     group = heads // kv_heads
     query = mask.scaled(query.astype(jnp.float32), head_dim)
     query = query.reshape(num_rows, kv_heads, group, head_dim)
@@ -167,7 +100,7 @@ class _BlockReader(NamedTuple):
     layer: int | jax.Array
     mask: Mask
     window: jax.Array | int | None
-    reading: Reading
+    reading: Together
     dtype: jax.typing.DTypeLike
     """The dtype in which keys and values are read."""
     bias: jax.Array | None
@@ -184,9 +117,10 @@ class _BlockReader(NamedTuple):
         """Returns whether `page_sums` knows these pages and scores, on the one device there is."""
         scope = active()
         is_whole = scope is None or scope.mesh.size == 1
-        dtypes = {self.pages.key.dtype, self.pages.value.dtype}
+        key, value = self.pages.key, self.pages.value
+        dtypes = {key.dtype, value if value is None else value.dtype}
         is_known = self.pages.by_head and dtypes == {jnp.dtype(jnp.float32)}
-        is_known = is_known and self.pages.value.shape[-1] % VECTOR == 0
+        is_known = is_known and self.pages.value_dim(self.kv_heads) % VECTOR == 0
         is_plain = self.bias is None and self.mask.softcap is None
         return is_whole and is_known and is_plain and has_page_kernel()
 
@@ -194,7 +128,8 @@ class _BlockReader(NamedTuple):
         """Returns the sums of rows with a table each, or of lanes."""
         pages, first = self.pages, self._first_position(seen)
         first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), seen.last.shape)
-        return page_sums(query, pages.key, pages.value, self.layer, first, seen.last, tables)
+        value = cast(jax.Array, pages.value)
+        return page_sums(query, pages.key, value, self.layer, first, seen.last, tables)
 
     def of_slots(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> PageSums:
         """Returns the sums of rows with a table each."""
@@ -267,22 +202,8 @@ class _BlockReader(NamedTuple):
         left a NaN there.
         """
         pages = jax.lax.dynamic_slice_in_dim(table, number * self.pages_a_block, self.pages_a_block)
-
-        def read(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
-            found = cache[self.layer, 0, pages]
-            if self.pages.by_head:
-                found = jnp.moveaxis(found, 0, 1).reshape(self.kv_heads, self.block, -1)
-            else:
-                found = jnp.moveaxis(found.reshape(self.block, self.kv_heads, -1), 0, 1)
-            if scales is None:
-                return found
-            factors = scales[self.layer, 0, pages].reshape(self.pages_a_block, self.kv_heads, -1)
-            factors = jnp.moveaxis(factors, 0, 1).reshape(self.kv_heads, self.block, 1)
-            return (found.astype(jnp.float32) * factors).astype(self.dtype)
-
+        key, value = self.pages.read(self.layer, pages, self.kv_heads, self.dtype)
         is_own = number * self.block + jnp.arange(self.block, dtype=jnp.int32) <= last
-        key = read(self.pages.key, self.pages.key_scale)
-        value = read(self.pages.value, self.pages.value_scale)
         return key, jnp.where(is_own[:, None], value, 0)
 
     def _added(

@@ -9,20 +9,27 @@ PagedAttention", section 4.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from shardlib.mesh import entry_axes
+from shardlib.nn.attention import page_cudnn, ragged
+from shardlib.nn.attention.backends import Backend
+from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
-from shardlib.nn.attention.page_reader import GroupPages, Reading, attend_group
-from shardlib.sharding.constrain import active, platform
+from shardlib.nn.attention.page_cudnn import attend_gathered
+from shardlib.nn.attention.page_reader import Together, attend_group
+from shardlib.nn.attention.ragged import attend_ragged
+from shardlib.nn.attention.region import cut_by_rules
+from shardlib.sharding.constrain import Scope, active, constrain, platform
 from shardlib.sharding.manual import manual
 
 
@@ -32,8 +39,10 @@ class Pages(NamedTuple):
     owns."""
 
     key: Num[Array, "layers groups pages *page"]
-    """Each page is [page_size, kv_heads * key_dim], or on a CPU [kv_heads, page_size, key_dim]."""
-    value: Num[Array, "layers groups pages *value_page"]
+    """Each page is [page_size, kv_heads * key_dim], or on a CPU [kv_heads, page_size, key_dim], or
+    [page_size, 2 * kv_heads, key_dim] on a TPU whose kernel reads it."""
+    value: Num[Array, "layers groups pages *value_page"] | None
+    """None if `key` has the keys and the values of each head in turn."""
     key_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
     """The scale of each head of each position, if pages are int8; heads first."""
     value_scale: Float[Array, "layers groups pages kv_heads*page_size"] | None = None
@@ -60,34 +69,46 @@ def empty_pages(
     num_groups: int,
     num_pages: int,
     page_size: int,
-    kv_heads: int,
+    heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: jax.typing.DTypeLike,
 ) -> Pages:
     """Returns zero pages of a stack of layers, whose groups and heads the active rules cut as
-    `batch` and `kv_heads`.
+    `batch` and `kv_heads`. If more devices share the query heads than there are key-value heads,
+    each device holds the one that its query heads need: pages have a copy of it for each.
 
     Args:
-        num_layers, num_groups, num_pages, page_size, kv_heads: Sizes.
+        num_layers, num_groups, num_pages, page_size: Sizes.
+        heads: Query heads, and heads of keys and values.
         dims: Dims of a head of keys and of values.
         dtype: Of both; int8 for keys and values in 8 bits, with a scale for each.
     """
 
+    scope, kv_heads = active(), heads[1]
+    batch, cut = None, None
+    if scope is not None:
+        # Cut between heads, or not at all.
+        (batch, of_queries), (_, cut) = (
+            scope.sharding(("batch", name), (num_groups, count), "activations").spec
+            for name, count in zip(("heads", "kv_heads"), heads, strict=True)
+        )
+        kv_heads = heads_of_pages(kv_heads, _parts(of_queries))
+        if kv_heads != heads[1]:
+            cut = of_queries
+
     def zeros(dtype: jax.typing.DTypeLike, *page: int, heads_at: int = -1) -> jax.Array:
         pages = jnp.zeros((num_layers, num_groups, num_pages, *page), dtype)
-        scope = active()
         if scope is None:
             return pages
-        # Cut between heads, or not at all.
-        names, sizes = ("batch", "kv_heads"), (num_groups, kv_heads)
-        groups, heads = scope.sharding(names, sizes, "activations").spec
         of_page: list[Any] = [None] * len(page)
-        of_page[heads_at] = heads
-        spec = P(None, groups, None, *of_page)
+        of_page[heads_at] = cut
+        spec = P(None, batch, None, *of_page)
         return jax.lax.with_sharding_constraint(pages, NamedSharding(scope.mesh, spec))
 
     if platform() == "cpu":
         pages = [zeros(dtype, kv_heads, page_size, size, heads_at=0) for size in dims]
+    elif platform() == "tpu" and ragged.can_hold(kv_heads // _parts(cut), dims, dtype):
+        return Pages(zeros(dtype, page_size, 2 * kv_heads, dims[0], heads_at=1), None)
     else:
         pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
     if dtype != jnp.int8:
@@ -96,7 +117,28 @@ def empty_pages(
     return Pages(*pages, *[zeros(jnp.float32, kv_heads * page_size) for _ in dims])
 
 
-_reading: contextvars.ContextVar[Reading] = contextvars.ContextVar("reading", default="lanes")
+def heads_of_pages(kv_heads: int, parts: int) -> int:
+    """Returns the heads of keys and values in pages, if query heads are cut into `parts`."""
+    return max(kv_heads, parts) if parts % kv_heads == 0 else kv_heads
+
+
+def _repeated(x: jax.Array, heads: int) -> jax.Array:
+    """Returns keys or values [groups, rows, kv_heads, dims] with as many heads as pages have."""
+    if x.shape[2] == heads:
+        return x
+    return constrain(jnp.repeat(x, heads // x.shape[2], axis=2), "batch", None, "heads", None)
+
+
+def _parts(entry: Any) -> int:
+    """Returns the number of devices over which an entry of a spec cuts a dim."""
+    scope = active()
+    return 1 if scope is None else math.prod(scope.sizes[name] for name in entry_axes(entry))
+
+
+Reading = Together | Literal["ragged", "cudnn"]
+"""What reads the keys: rows, some of them together, by XLA or on a CPU a kernel of ours; the kernel
+of TPUs; or cuDNN."""
+_reading: contextvars.ContextVar[Together] = contextvars.ContextVar("reading", default="lanes")
 
 
 @contextlib.contextmanager
@@ -119,9 +161,11 @@ def attend_pages(
     rows: Rows,
     mask: Mask,
     *,
-    window: Int[Array, ""] | int | None = None,
+    window: int | None = None,
+    is_local: Bool[Array, ""] | None = None,
     sinks: Float[Array, " heads"] | None = None,
     bias: Float[Array, "heads distances"] | None = None,
+    backend: Backend = "auto",
     reading: Reading | None = None,
 ) -> tuple[Float[Array, "groups rows heads value_dim"], Pages]:
     """Writes a key and a value of each row, and returns attention of each row to the positions of
@@ -136,51 +180,99 @@ def attend_pages(
         rows: Where the rows belong.
         mask: Scale and bound of the scores. Its window is not read.
         window: Number of positions that a row sees, including its own; None for all.
+        is_local: Whether the window counts in this layer; None for yes.
         sinks: As in `attend`.
         bias: Added to the scores of keys by their distance from the row; the last one counts for
             all longer distances.
-        reading: The rows that read keys together; None for `lanes` on a CPU, or `rows` within
-            `rows_apart`, and for `all` on other platforms.
+        backend: As in `attend`: `auto` takes the kernel of TPUs where it can read these pages, and
+            `cudnn` takes cuDNN on GPUs where it can; both are left out by `xla` and `blockwise`.
+        reading: How rows read keys; None for `lanes` on a CPU, or `rows` within `rows_apart`, and
+            on other platforms for what `backend` says, else `all`.
     """
     if reading is None:
-        reading = _reading.get() if platform() == "cpu" else "all"
+        is_plain = key is not None and rows.num_encoded is None and sinks is None and bias is None
+        kernel = _kernel(query, pages, rows, mask, backend) if is_plain else None
+        reading = _reading.get() if platform() == "cpu" else kernel or "all"
 
     def of_one(pages: Pages, own: Any, shared: Any) -> tuple[jax.Array, Pages]:
         own = jax.tree.map(lambda x: jnp.squeeze(x, 0), own)
-        y, cache = _of_group(GroupPages(*pages), own, shared, mask, reading)
+        y, cache = _of_group(GroupPages(*pages), own, shared, mask, window, reading)
         return y[None], Pages(*cache)
 
-    own, shared = (query, key, value, rows), (layer, window, sinks, bias)
-    axes = group_axes(query.shape[0])
+    if key is not None and value is not None:
+        count = GroupPages(*pages).num_heads(query.shape[-1])
+        key, value = (_repeated(x, count) for x in (key, value))
+    own, shared = (query, key, value, rows), (layer, is_local, sinks, bias)
+    scope, axes, heads = active(), group_axes(query.shape[0]), None
+    batch = axes
+    if scope is not None and reading in ("ragged", "cudnn"):
+        # The compiler cannot partition a kernel.
+        axes = tuple(scope.sizes)
+        batch, heads, _ = _cuts(scope, query, pages)
     if not axes:
         return of_one(pages, own, shared)
     # Devices of a group read as many blocks as its own rows need.
     shared = jax.tree.map(jnp.asarray, shared)
-    region = manual(of_one, axes, (P(None, axes), P(axes), P()), (P(axes), P(None, axes)))
+    of_heads = P(batch, None, heads)
+    # The scales of a page have one dim.
+    of_pages = jax.tree.map(lambda x: P(None, batch, None, *[None] * (x.ndim > 4), heads), pages)
+    of_own = (of_heads, of_heads, of_heads, P(batch))
+    region = manual(of_one, axes, (of_pages, of_own, P()), (of_heads, of_pages))
     return region(pages, own, shared)
 
 
+def _cuts(scope: Scope, query: jax.Array, pages: Pages) -> tuple[Any, Any, Any]:
+    """Returns the entries by which the rules cut groups, heads of queries and heads of keys."""
+    kv_heads = GroupPages(*pages).num_heads(query.shape[-1])
+    return cut_by_rules(scope, query.shape, (*query.shape[:2], kv_heads, query.shape[-1]))
+
+
+def _kernel(
+    query: jax.Array, pages: Pages, rows: Rows, mask: Mask, backend: Backend
+) -> Reading | None:
+    """Returns the kernel that reads the pages, if one can."""
+    scope, cache = active(), GroupPages(*pages)
+    if scope is not None:
+        _, heads, kv_heads = _cuts(scope, query, pages)
+        if heads != kv_heads:
+            return None
+    if backend == "cudnn":
+        return "cudnn" if page_cudnn.can_read(query, cache, mask) else None
+    if not cache.in_turn or backend not in ("auto", "splash") or platform() != "tpu":
+        return None
+    (_, slots, pages_a_row), lanes = rows.tables.shape, rows.lanes.shape[1]
+    fits = ragged.can_read(slots, lanes, pages_a_row) and query.dtype == pages.key.dtype
+    return "ragged" if fits else None
+
+
 def _of_group(
-    cache: GroupPages, own: Any, shared: Any, mask: Mask, reading: Reading
+    cache: GroupPages, own: Any, shared: Any, mask: Mask, window: int | None, reading: Reading
 ) -> tuple[jax.Array, GroupPages]:
     """Returns the attention of the rows of one group, and its pages; see `attend_pages`."""
     query, key, value, rows = own
-    layer, window, sinks, bias = shared
+    layer, is_local, sinks, bias = shared
     last, firsts = rows.positions, rows.num_encoded
     if key is None:
         # Rows without a text see a position that nobody reads.
         last, firsts = jnp.maximum(rows.num_encoded - 1, 0), None
     else:
         cache = cache.written(layer, rows.positions, rows.pages, key, value)
+    where = query, cache, layer, last
+    tables = rows.tables, rows.lanes
+    if reading == "ragged":
+        return attend_ragged(
+            *where, rows.pages > 0, *tables, mask, window=window, is_local=is_local
+        ), cache
+    seen = window
+    if window is not None and is_local is not None:
+        seen = jnp.where(is_local, window, jnp.iinfo(jnp.int32).max)
+    if reading == "cudnn":
+        return attend_gathered(*where, *tables, mask, window=seen), cache
     y = attend_group(
-        query,
-        cache,
-        layer,
-        last,
-        rows.tables,
-        rows.lanes,
+        *where,
+        *tables,
         mask,
-        window=window,
+        window=seen,
         sinks=sinks,
         reading=reading,
         firsts=firsts,

@@ -18,7 +18,7 @@ from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.kernels import padded
 from shardlib.cost.machine.measured import check_known, software_on
 from shardlib.cost.machine.rates import rates_on
-from shardlib.cost.serving.step import ServedStep, kv_cut, step_costs
+from shardlib.cost.serving.step import ServedStep, cache_cut, step_costs
 from shardlib.errors import RuleError
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.serving.question import ServingQuestion
@@ -157,7 +157,7 @@ class Replica:
         rows = slots + chunk
         values = rows * (4 * dims.embed + 3 * dims.mlp / tensor)
         readers = slots + chunk // self.question.lane
-        values += 2 * _KEYS * readers * dims.kv_width / kv_cut(dims, self.layout)
+        values += 2 * _KEYS * readers * dims.kv_width / cache_cut(dims, self.layout)
         held = self.model.widths.other * values + _LOGIT_BYTES * rows * dims.vocab / tensor
         # One page more, which nothing reads.
         cache = slots * self.sequence_bytes + self.page_bytes
@@ -176,7 +176,7 @@ class Replica:
         if self.question.cache is None or self.question.cluster.platform != "tpu":
             return 0.0
         dims, size = self.model.dims, self.question.page_size
-        scales = dims.kv_heads // kv_cut(dims, self.layout) * size
+        scales = dims.kv_heads // cache_cut(dims, self.layout) * size
         return 2 * 2 * 4 * padded(scales, 128)
 
     def over(self, slots: int, chunk: int) -> float:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from shardlib import hf
 from shardlib.config import from_dict
 from shardlib.cost.layout import Layout
-from shardlib.cost.serving.step import Widths
+from shardlib.cost.serving.step import Widths, cache_cut
 from shardlib.cost.workload import Transformer
 from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.quantized import Bits, as_served
-from shardlib.mesh import abstract_mesh, entry_axes
+from shardlib.mesh import abstract_mesh
 from shardlib.paths import named_leaves
 from shardlib.plan.api import of_dims
 from shardlib.plan.workloads.named_models import NAMED, canonical, named_model
@@ -73,10 +73,7 @@ class ServedModel:
 
     def page_bytes(self, layout: Layout, page_size: int) -> int:
         """Returns the bytes of one page of the cache on one device."""
-        degrees = _degrees(layout)
-        heads = SERVE.spec(("kv_heads",), (self.dims.kv_heads,), degrees, "activations")
-        parts = math.prod(degrees[axis] for axis in entry_axes(heads[0]))
-        return self.position_bytes * page_size // parts
+        return self.position_bytes * page_size // cache_cut(self.dims, layout)
 
 
 def _degrees(layout: Layout) -> dict[str, int]:
