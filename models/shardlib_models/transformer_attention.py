@@ -176,7 +176,6 @@ class Attention(nnx.Module):
             window=config.window,
             is_local=context.is_local,
             sinks=sinks,
-            backend=config.attention,
         )
 
 

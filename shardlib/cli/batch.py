@@ -12,6 +12,7 @@ from shardlib.cli.arguments import AsJson, Mesh
 from shardlib.cli.engine_options import (
     SERVED_HELP,
     Adapters,
+    Attention,
     Cache,
     Chunk,
     Context,
@@ -54,6 +55,7 @@ def batch(
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
+    attention: Attention = "auto",
     adapters: Adapters = None,
     pooling: Pooling = None,
     mesh: Mesh = None,
@@ -67,7 +69,7 @@ def batch(
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
         chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
-        cache=cache, pooling=pooling,
+        cache=cache, attention=attention, pooling=pooling,
     )  # fmt: skip
     card = answer_batch(source, out, engine, speaker, progress=_Reporter())
     if as_json:

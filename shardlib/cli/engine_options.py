@@ -56,6 +56,12 @@ Cache = Annotated[
     str | None,
     typer.Option(metavar="int8", help="Keys and values in 8 bits; default: as the model."),
 ]
+Attention = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|xla|cudnn", help="What reads the cache: the platform's own, XLA, or cuDNN."
+    ),
+]
 Pooling = Annotated[
     str | None,
     typer.Option(

@@ -9,6 +9,7 @@ from shardlib.cli.arguments import Mesh, warn
 from shardlib.cli.engine_options import (
     SERVED_HELP,
     Adapters,
+    Attention,
     Cache,
     Chunk,
     Context,
@@ -61,6 +62,7 @@ def serve(
     deterministic: Deterministic = False,
     weights: Weights = None,
     cache: Cache = None,
+    attention: Attention = "auto",
     adapters: Adapters = None,
     pooling: Pooling = None,
     mesh: Mesh = None,
@@ -84,7 +86,7 @@ def serve(
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,
         chunk=chunk, speculate=speculate, deterministic=deterministic, weights=weights,
-        cache=cache, pooling=pooling,
+        cache=cache, attention=attention, pooling=pooling,
     )  # fmt: skip
     if host not in _LOCAL and not keys:
         warn(f"anyone who reaches {host} may ask: there are no API keys. Give --api-keys.")

@@ -3,7 +3,7 @@
 import dataclasses
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set, ValuesView
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -11,7 +11,9 @@ import numpy as np
 from shardlib.engine.requests import Sampling, has_items, is_integer, is_number
 from shardlib.engine.servable import Servable
 from shardlib.errors import ModelError, did_you_mean
+from shardlib.nn.attention import PageBackend
 from shardlib.registry import Decoding, Encoding
+from shardlib.sharding.constrain import Scope
 
 Prompt = str | Sequence[int]
 
@@ -104,7 +106,13 @@ def ways_of(
     )
 
 
-_USUAL: dict[str, Any] = {"page_size": 16, "lane": 32, "prefix_cache": True, "speculate": 0}
+_USUAL: dict[str, Any] = {
+    "page_size": 16,
+    "lane": 32,
+    "prefix_cache": True,
+    "speculate": 0,
+    "attention": "auto",
+}
 """The defaults of options of `Engine`; that of others is None."""
 
 
@@ -125,6 +133,22 @@ def check_options(servable: Servable, **options: Any) -> None:
         raise ModelError(
             f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
             f"  Leave {'it' if len(wrong) == 1 else 'them'} out."
+        )
+
+
+def check_attention(attention: Any, scope: Scope | None) -> None:
+    """Raises `ModelError` for an unknown back end of attention, or one of another platform."""
+    platform = jax.default_backend() if scope is None else scope.mesh.devices.flat[0].platform
+    known = get_args(PageBackend)
+    if attention not in known:
+        raise ModelError(
+            f"attention={attention!r} is not known.{did_you_mean(str(attention), known)}\n"
+            f"  Choose one of: {', '.join(known)}."
+        )
+    if attention == "cudnn" and platform not in ("gpu", "cuda"):
+        raise ModelError(
+            f"attention='cudnn' needs NVIDIA GPUs, and the platform is {platform}.\n"
+            "  Use attention='auto' or 'xla'."
         )
 
 

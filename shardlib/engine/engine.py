@@ -15,6 +15,7 @@ from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
     check_adapter,
+    check_attention,
     check_encoded,
     check_exact,
     check_limits,
@@ -54,6 +55,7 @@ from shardlib.engine.weights import ServedWeights, placed, shardings_of
 from shardlib.errors import DataError, ModelError
 from shardlib.functional.quantized import Bits, check_bits
 from shardlib.hf.pooling import Pooling
+from shardlib.nn.attention import PageBackend
 
 
 class Engine:
@@ -94,6 +96,10 @@ class Engine:
             they are read; None for weights as they are.
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
             for the dtype of the model.
+        attention: What reads the pages: `auto` for JAX's ragged paged attention on TPUs, for heads
+            with a multiple of 128 dims and without sinks, and else for XLA; `xla` for XLA on TPUs
+            too; `cudnn` for cuDNN on GPUs, in 16 bits and for heads of up to 128 dims without
+            softcaps or sinks, and else for XLA. A CPU has a kernel of its own.
         adapters: Models with low-rank adapters by name, as `sl.finetune.load_adapter` returns them.
             A request chooses one by `Sampling.adapter`; all are computed for each row.
         pooling: How an encoder's output becomes one vector: `cls` for that at the first token,
@@ -120,13 +126,16 @@ class Engine:
         deterministic: bool = False,
         weights: Bits | None = None,
         cache: Bits | None = None,
+        attention: PageBackend = "auto",
         adapters: Mapping[str, Any] | None = None,
         pooling: Pooling | None = None,
     ):
         check_bits(weights=weights, cache=cache)
         (decoding, encoding, max_length), self._adapters = ways_of(servable), tuple(adapters or ())
         of_cache = {"pages": pages, "page_size": page_size, "lane": lane, "cache": cache}
+        of_cache |= {"attention": attention}
         of_model = {"prefix_cache": prefix_cache, "adapters": adapters, "pooling": pooling}
+        check_attention(attention, servable.scope)
         check_options(servable, **of_cache, **of_model, speculate=speculate)
         self._weights = ServedWeights(servable.model, weights, adapters or {})
         model = self._weights.served(nnx.state(servable.model))

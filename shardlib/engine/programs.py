@@ -25,7 +25,7 @@ from shardlib.engine.sampling import Drawn, Settings, draw
 from shardlib.engine.sizes import EngineSizes
 from shardlib.engine.steps import EngineStep, GroupStep, SequenceState
 from shardlib.mesh import entry_axes
-from shardlib.nn.attention import Pages, Rows, rows_apart
+from shardlib.nn.attention import Pages, Rows, pages_read
 from shardlib.registry import Decoding
 from shardlib.sharding.constrain import Scope, constrain, use
 
@@ -170,7 +170,8 @@ class EnginePrograms:
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, arrays.tokens], axis=1)
-            with adapter_of_rows(arrays.adapters), rows_apart(self._sizes.deterministic):
+            how = pages_read(self._sizes.attention, apart=self._sizes.deterministic)
+            with adapter_of_rows(arrays.adapters), how:
                 x, pages = decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
             last = constrain(jnp.concatenate([slots, arrays.last_rows], axis=1), "batch", None)

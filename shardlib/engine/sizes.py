@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardlib.errors import ModelError
 from shardlib.functional.quantized import Bits
+from shardlib.nn.attention import PageBackend
 
 _DEFAULT_CONTEXT = 4096
 """Positions of a sequence where the model has any number, or more."""
@@ -60,6 +61,7 @@ class EngineSizes:
     lane_counts: tuple[int, ...]
     least_drawn: int
     cache: Bits | None = None
+    attention: PageBackend = "auto"
     num_guesses: int = 0
     encoder_shapes: tuple[EncoderShape, ...] = ()
 
@@ -91,6 +93,7 @@ def engine_sizes(
     deterministic: bool,
     groups: int = 1,
     cache: Bits | None = None,
+    attention: PageBackend = "auto",
     num_guesses: int = 0,
     encodes: bool = False,
     writes: bool = True,
@@ -130,6 +133,7 @@ def engine_sizes(
         lane_counts=tuple(sorted(counts)) if writes else (),
         least_drawn=least_rows,
         cache=cache,
+        attention=attention,
         num_guesses=num_guesses,
         encoder_shapes=encoder_shapes(context, _EXACT_TOKENS if deterministic else chunk)
         if encodes

@@ -15,7 +15,7 @@ from shardlib.nn.attention import (
     attend_pages,
     empty_pages,
     page_reader,
-    rows_apart,
+    pages_read,
 )
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.page_kernel import has_page_kernel, page_sums
@@ -323,7 +323,7 @@ def test_a_cpu_reads_rows_apart_where_it_is_told_to(steps):
     twice = np.concatenate([lane, lane])
     both = Rows(rows.positions[twice], rows.pages[twice], np.repeat(table, WIDTH, axis=0), table)
     step = step._replace(arrays=(*(x[twice] for x in (query, key, value)), both))
-    with rows_apart():
+    with pages_read(apart=True):
         found, _ = attended([step], 0, {}, None)
     np.testing.assert_array_equal(found[0, :WIDTH], found[0, WIDTH:])
     found, _ = attended([step], 0, {}, None)

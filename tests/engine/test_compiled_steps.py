@@ -35,6 +35,7 @@ class Program:
     weight_bytes: int
     collectives: tuple[Collective, ...]
     num_devices: int
+    platform: str
 
     def of(self, kind, *, in_loop):
         return [c for c in self.collectives if c.kind == kind and c.in_loop == in_loop]
@@ -46,7 +47,9 @@ def held(tree):
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def compiled(model, cluster, mesh, lanes, weights=None, *, context=2048, **changes):
+def compiled(
+    model, cluster, mesh, lanes, weights=None, *, context=2048, attention="auto", **changes
+):
     if "h100" in cluster:
         pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
     name, fields = sizes()[model]
@@ -56,14 +59,14 @@ def compiled(model, cluster, mesh, lanes, weights=None, *, context=2048, **chang
     scope = Scope(sl.make_mesh(mesh, devices=devices), SERVE)
     of_engine = engine_sizes(
         slots=SLOTS, context=context, pages=None, page_size=16, chunk=LANES * 32, lane=32,
-        max_length=made.decoding.max_length(config), deterministic=False,
+        max_length=made.decoding.max_length(config), deterministic=False, attention=attention,
     )  # fmt: skip
     step = abstract_step(made, config, scope, of_engine, num_lanes=lanes, weights=weights)
     options = FAST if devices[0].platform == "tpu" else None
     program = step.lower().compile(compiler_options=options)
     found = read_program(program, scope.mesh).collectives
     of_device = held(step.state.pages), held(step.params)
-    return Program(program, config, *of_device, tuple(found), len(devices))
+    return Program(program, config, *of_device, tuple(found), len(devices), devices[0].platform)
 
 
 def check(program, lanes):
@@ -71,6 +74,8 @@ def check(program, lanes):
     config, rows = program.config, ROWS[lanes]
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= program.cache_bytes
+    if program.platform == "tpu":
+        assert "ragged_paged_attention" in program.compiled.as_text()
     # Neither its keys nor its values are copied.
     assert memory.temp_size_in_bytes < program.cache_bytes / 3
     stream = 2 * rows * config.embed_dim
@@ -93,9 +98,39 @@ def check(program, lanes):
 
 @pytest.mark.aot
 @pytest.mark.rest("soak")
-@pytest.mark.parametrize("lanes", ROWS)
-def test_a_step_of_a_tpu_updates_its_cache_in_place_and_sends_two_sums_a_layer(lanes):
-    check(compiled("llama3-8b", "v5e-8", "tensor=8", lanes, num_layers=2, vocab_size=8192), lanes)
+@pytest.mark.parametrize(
+    ("lanes", "kv_heads"), [(LANES, 8), (0, 8), (LANES, 4)], ids=["mixed", "decode", "few heads"]
+)
+def test_a_step_of_a_tpu_updates_its_cache_in_place_and_sends_two_sums_a_layer(lanes, kv_heads):
+    sizes = {"num_layers": 2, "vocab_size": 8192, "num_kv_heads": kv_heads}
+    program = compiled("llama3-8b", "v5e-8", "tensor=8", lanes, **sizes)
+    check(program, lanes)
+    # Fewer heads than devices: each device holds the one that it needs.
+    positions = 16 * (1 + SLOTS * 2048 // 16)
+    assert program.cache_bytes == 2 * positions * 2 * 128 * 2
+
+
+@pytest.mark.aot
+@pytest.mark.rest("soak")
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [("gemma2-2b", True), ("gpt-oss-20b", False)],
+    ids=["windows and softcap", "sinks"],
+)
+def test_what_the_kernel_of_tpus_does_not_read_is_left_to_xla(model, kernel):
+    # XLA compiles no product of the experts in 16 bits with another precision.
+    with jax.default_matmul_precision("default"):
+        program = compiled(model, "v5e-8", "tensor=8", 0, num_layers=2, vocab_size=8192)
+    assert ("ragged_paged_attention" in program.compiled.as_text()) == kernel
+
+
+@pytest.mark.soak
+def test_gpus_read_pages_by_cudnn_where_they_are_asked_to():
+    program = compiled(
+        "llama3-8b", "8xh100", "tensor=8", LANES, num_layers=2, vocab_size=8192, attention="cudnn"
+    )
+    assert "__cudnn$fmha" in program.compiled.as_text()
+    assert program.compiled.memory_analysis().alias_size_in_bytes >= program.cache_bytes
 
 
 WHOLE = {

@@ -3,6 +3,7 @@
 Source: `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -87,7 +88,10 @@ def attend_ragged(
     count = jnp.full(1, len(lengths), jnp.int32)
     arrays = query, cache, lengths, of_layer, starts, count
     local = functools.partial(read, sliding_window=window)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    # A product of 16 bits is exact in float32, and the compiler refuses to be told so.
+    is_exact = pages.key.dtype != jnp.float32
+    precision = jax.default_matmul_precision("default") if is_exact else contextlib.nullcontext()
+    with precision, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         if window is None or is_local is None:
             return local(*arrays)
         # A branch each: the kernel knows its window.
