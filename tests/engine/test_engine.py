@@ -454,6 +454,18 @@ def test_weights_and_cache_in_8_bits(served):
         Engine(served, cache="fp8")
 
 
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ("cudn", "attention='cudn' is not known. Did you mean 'cudnn'"),
+        ("cudnn", "needs NVIDIA GPUs, and the platform is cpu.\n  Use attention='auto'"),
+    ],
+)
+def test_a_back_end_of_attention_that_cannot_run_is_refused(served, attention, said):
+    with pytest.raises(ModelError, match=re.escape(said)):
+        Engine(served, attention=attention)
+
+
 @nnx.jit
 def last_hidden(model, tokens):
     x, _, _ = model.hidden(tokens, jnp.arange(tokens.shape[1])[None], Context())

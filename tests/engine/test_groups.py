@@ -29,7 +29,8 @@ def on(mesh, **options):
 @pytest.mark.mesh
 @pytest.mark.rest("soak")
 @pytest.mark.parametrize(
-    ("mesh", "groups"), [("data=2,tensor=2", 2), ("data=4", 4), ("fsdp=2,data=2", 2)]
+    ("mesh", "groups"),
+    [("data=2,tensor=2", 2), ("data=4", 4), ("fsdp=2,data=2", 2), ("tensor=4", 1)],
 )
 def test_answers_are_those_of_one_device(served, mesh, groups):
     asked = prompts(12, seed=1)

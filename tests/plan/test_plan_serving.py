@@ -18,6 +18,7 @@ from shardlib.cost.traced.products import matmul_flops
 from shardlib.engine.abstract import abstract_step
 from shardlib.engine.sizes import engine_sizes
 from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.nn.attention import empty_pages
 from shardlib.plan.serving import plan_serving
 from shardlib.plan.serving.question import Slo
 from shardlib.plan.serving.served_model import served_model
@@ -93,6 +94,18 @@ def test_bytes_are_those_that_an_engine_allocates(name, bits):
     elements = cache_elements(dataclasses.replace(served.dims, windowed_layers=0), 1)
     parts = 1 if config.kv_heads == 1 else 2
     assert served.page_bytes(layout, 1) == served.widths.cached * elements / parts
+
+
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("tensor", [4, 3], ids=["a copy for each", "whole"])
+def test_bytes_of_fewer_heads_than_devices(tensor):
+    config = TransformerConfig(**{**SMALL, "num_heads": 12, "num_kv_heads": 2, "head_dim": 16})
+    layers = config.num_layers
+    with use(sl.make_mesh(f"tensor={tensor}", devices=jax.devices()[:tensor]), SERVE):
+        made = jax.jit(lambda: empty_pages(layers, 1, 4, 8, (12, 2), (16, 16), jnp.float32))
+        pages = made()
+    served = served_model(config, jnp.float32)
+    assert served.page_bytes(Layout(tensor=tensor), 8) * 4 == held(pages)
 
 
 @pytest.mark.parametrize("name", MODELS)

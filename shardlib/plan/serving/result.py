@@ -15,8 +15,9 @@ from shardlib.plan.serving.served_model import ServedModel
 from shardlib.tables import Report, Table
 
 _ROOFLINE = (
-    "Predicted steps read weights, keys and values once, at the bandwidth of the memory. The "
-    "engine has no kernel of its own for keys and values yet, and takes longer."
+    "Predicted steps read weights, keys and values once, at the bandwidth of the memory. On GPUs, "
+    "and on TPUs for heads without a multiple of 128 dims, XLA reads keys and values, and takes "
+    "longer."
 )
 _ON_GPUS = (
     "Compiled for GPUs, a step copies the kernels of each layer before it multiplies, and widens "
