@@ -117,7 +117,9 @@ _USUAL: dict[str, Any] = {
 
 
 def check_options(servable: Servable, **options: Any) -> None:
-    """Raises `ModelError` for options of `Engine` that are not for the kind of the model."""
+    """Raises `ModelError` for options of `Engine` that are not for the kind of the model, or for
+    an `attention` that cannot run."""
+    _check_attention(options["attention"], servable.scope)
     family = servable.family
     foreign, what = {"pooling"}, "a decoder"
     if family.encoding is not None and family.decoding is not None:
@@ -136,8 +138,7 @@ def check_options(servable: Servable, **options: Any) -> None:
         )
 
 
-def check_attention(attention: Any, scope: Scope | None) -> None:
-    """Raises `ModelError` for an unknown back end of attention, or one of another platform."""
+def _check_attention(attention: Any, scope: Scope | None) -> None:
     platform = jax.default_backend() if scope is None else scope.mesh.devices.flat[0].platform
     known = get_args(PageBackend)
     if attention not in known:

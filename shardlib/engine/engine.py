@@ -15,7 +15,6 @@ from shardlib.engine.answering import EngineStats, Request
 from shardlib.engine.arguments import (
     Prompt,
     check_adapter,
-    check_attention,
     check_encoded,
     check_exact,
     check_limits,
@@ -133,13 +132,10 @@ class Engine:
         check_bits(weights=weights, cache=cache)
         (decoding, encoding, max_length), self._adapters = ways_of(servable), tuple(adapters or ())
         of_cache = {"pages": pages, "page_size": page_size, "lane": lane, "cache": cache}
-        of_cache |= {"attention": attention}
         of_model = {"prefix_cache": prefix_cache, "adapters": adapters, "pooling": pooling}
-        check_attention(attention, servable.scope)
-        check_options(servable, **of_cache, **of_model, speculate=speculate)
+        check_options(servable, **of_cache, **of_model, speculate=speculate, attention=attention)
         self._weights = ServedWeights(servable.model, weights, adapters or {})
-        model = self._weights.served(nnx.state(servable.model))
-        params = nnx.state(model)
+        params = nnx.state(model := self._weights.served(nnx.state(servable.model)))
         sizes = self._sizes = engine_sizes(
             groups=num_groups(servable.scope, params),
             slots=slots,
@@ -148,14 +144,15 @@ class Engine:
             max_length=max_length(servable.config),
             deterministic=deterministic,
             num_guesses=speculate,
+            attention=attention,
             encodes=encoding is not None,
             writes=decoding is not None,
             **of_cache,
         )
         self.context, self.vocab_size = sizes.context, int(servable.config.vocab_size)
         self.tokenizer: TextTokenizer | None = getattr(servable, "texts", servable.tokenizer)
-        self._ends, self._starts = servable.end_tokens, start_tokens(servable)
-        self._kind = type(servable.model).__name__
+        self._kind, self._ends = type(servable.model).__name__, servable.end_tokens
+        self._starts = start_tokens(servable)
         self._grammars = GrammarReader(self.tokenizer, self._ends, self.vocab_size)
         self._programs = EnginePrograms(model, decoding, servable.scope, sizes)
         self._arranger = Arranger(sizes, self._adapters)
@@ -169,8 +166,7 @@ class Engine:
         self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache, self._state)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._open = OpenRequests(self.scheduler, sizes)
-        self._in_flight: collections.deque[InFlight] = collections.deque()
-        self._num_steps = 0
+        self._in_flight, self._num_steps = collections.deque[InFlight](), 0
         self.version = 0
         """The version of the parameters; see `update`."""
 

@@ -84,15 +84,8 @@ def resolve_backend(
     wanted = backend if backend != "auto" else kernel
     obstacles = ["heads have sinks"] if sinks and wanted in ("cudnn", "splash") else []
     if wanted == "cudnn":
-        obstacles += cudnn_obstacles(
-            platform,
-            dtype,
-            head_dim,
-            value_dim=value_dim,
-            softcap=softcap,
-            masked=masked,
-            lengths=lengths,
-        )
+        head = head_dim, head_dim if value_dim is None else value_dim
+        obstacles += cudnn_obstacles(platform, dtype, head, softcap, masked, lengths)
     elif wanted == "splash":
         obstacles += _splash(platform, lengths)
     elif wanted == "blockwise":
@@ -131,15 +124,14 @@ def _is_long(lengths: tuple[int, ...]) -> bool:
 def cudnn_obstacles(
     platform: str,
     dtype: jax.typing.DTypeLike,
-    head_dim: int,
-    *,
-    value_dim: int | None,
+    dims: tuple[int, int],
     softcap: float | None,
     masked: bool,
     lengths: tuple[int, ...],
 ) -> list[str]:
-    """Returns why cuDNN cannot compute an attention; see `resolve_backend`."""
-    obstacles = []
+    """Returns why cuDNN cannot compute an attention whose heads of keys and of values have `dims`;
+    see `resolve_backend`."""
+    (head_dim, value_dim), obstacles = dims, list[str]()
     if _KERNELS.get(platform) != "cudnn":
         obstacles.append(f"the platform is {platform}")
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -153,7 +145,7 @@ def cudnn_obstacles(
         obstacles.append(f"there is a mask, and a length of {lengths} is odd")
     if softcap is not None:
         obstacles.append("the scores have a softcap")
-    if value_dim is not None and value_dim != head_dim:
+    if value_dim != head_dim:
         obstacles.append(f"heads of keys have {head_dim} dims, and of values {value_dim}")
     return obstacles
 

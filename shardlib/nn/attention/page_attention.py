@@ -11,7 +11,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -104,11 +104,23 @@ def attend_pages(
     if key is not None and value is not None:
         count = GroupPages(*pages).num_heads(query.shape[-1])
         key, value = (_repeated(x, count) for x in (key, value))
-    own, shared = (query, key, value, rows), (layer, is_local, sinks, bias)
-    scope, axes, heads = active(), group_axes(query.shape[0]), None
+    shared = layer, is_local, sinks, bias
+    return _in_groups(of_one, pages, (query, key, value, rows), shared, reading)
+
+
+def _in_groups(
+    of_one: Callable[..., tuple[jax.Array, Pages]],
+    pages: Pages,
+    own: tuple[jax.Array, jax.Array | None, jax.Array | None, Rows],
+    shared: Any,
+    reading: Reading,
+) -> tuple[jax.Array, Pages]:
+    """Returns `of_one(pages, own, shared)` of each group on its devices, and for a kernel of the
+    heads of each device: the compiler cannot partition it."""
+    query, scope = own[0], active()
+    axes, heads = group_axes(query.shape[0]), None
     batch = axes
     if scope is not None and reading in ("ragged", "cudnn"):
-        # The compiler cannot partition a kernel.
         axes = tuple(scope.sizes)
         batch, heads, _ = _cuts(scope, query, pages)
     if not axes:

@@ -21,16 +21,8 @@ def can_read(query: jax.Array, pages: GroupPages, mask: Mask) -> bool:
     """Returns whether cuDNN computes attention of rows [..., heads, head_dim] to pages."""
     heads, head_dim = query.shape[-2:]
     kv_heads = pages.num_heads(head_dim)
-    obstacles = cudnn_obstacles(
-        platform(),
-        query.dtype,
-        head_dim,
-        value_dim=pages.value_dim(kv_heads),
-        softcap=mask.softcap,
-        masked=True,
-        lengths=(heads // kv_heads,),
-    )
-    return not obstacles
+    dims, rows = (head_dim, pages.value_dim(kv_heads)), (heads // kv_heads,)
+    return not cudnn_obstacles(platform(), query.dtype, dims, mask.softcap, True, rows)
 
 
 def attend_gathered(

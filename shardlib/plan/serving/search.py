@@ -11,6 +11,8 @@ import functools
 import math
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from shardlib.cost import pricing
 from shardlib.cost.costs import RUNTIME_BYTES, StepTime, usable
 from shardlib.cost.layout import SHARDLIB, Layout, divisors
@@ -20,6 +22,7 @@ from shardlib.cost.machine.measured import check_known, software_on
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.serving.step import ServedStep, cache_cut, step_costs
 from shardlib.errors import RuleError
+from shardlib.nn.attention import ragged
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.serving.question import ServingQuestion
 from shardlib.plan.serving.served_model import ServedModel
@@ -33,7 +36,7 @@ _TEMPORARY_BYTES = 2**26
 """Of tables, masks and buffers of collectives; compiled steps of 8B hold 77 MB of temporaries in
 all, with 288 rows and `tensor=8`."""
 _KEYS = 512
-"""Keys and values of each row that are read at once, twice: as they lie, and by head."""
+"""Keys and values of each row that XLA reads at once, twice: as they lie, and by head."""
 _LOGIT_BYTES = 12
 """Of a row and token: prompts may ask for the log probabilities of all their tokens."""
 
@@ -157,7 +160,8 @@ class Replica:
         rows = slots + chunk
         values = rows * (4 * dims.embed + 3 * dims.mlp / tensor)
         readers = slots + chunk // self.question.lane
-        values += 2 * _KEYS * readers * dims.kv_width / cache_cut(dims, self.layout)
+        if not self._is_read_in_place(slots, chunk):
+            values += 2 * _KEYS * readers * dims.kv_width / cache_cut(dims, self.layout)
         held = self.model.widths.other * values + _LOGIT_BYTES * rows * dims.vocab / tensor
         # One page more, which nothing reads.
         cache = slots * self.sequence_bytes + self.page_bytes
@@ -168,6 +172,18 @@ class Replica:
             temporaries=_TEMPORARY_BYTES + held + copied,
             runtime=RUNTIME_BYTES[self.question.cluster.platform],
         )
+
+    def _is_read_in_place(self, slots: int, chunk: int) -> bool:
+        """Returns whether a kernel reads keys and values where they lie."""
+        dims, question = self.model.dims, self.question
+        cut = cache_cut(dims, self.layout)
+        is_cut_as_queries = cut == min(dims.kv_heads, self.layout.tensor)
+        if question.cluster.platform != "tpu" or question.cache or not is_cut_as_queries:
+            return False
+        dtype = jnp.float32 if self.model.widths.cached == 4 else jnp.bfloat16
+        tables = slots, chunk // question.lane, math.ceil(question.context / question.page_size)
+        of_head = dims.score_dim, dims.value_dim
+        return ragged.can_hold(dims.kv_heads // cut, of_head, dtype) and ragged.can_read(*tables)
 
     @property
     def _copied_page_bytes(self) -> float:
