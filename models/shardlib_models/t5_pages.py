@@ -35,7 +35,7 @@ def pages(
     dtype = model.token_embedding.embedding[...].dtype if dtype is None else dtype
     heads, dims = config.num_heads, (config.head_size, config.head_size)
     sizes = config.decoder_size, num_groups, num_pages, page_size, (heads, heads)
-    return (empty_pages(*sizes, dims, dtype),)
+    return (empty_pages(*sizes, dims, dtype, is_plain=False),)
 
 
 def step(

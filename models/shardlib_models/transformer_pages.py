@@ -28,7 +28,7 @@ def pages(
     counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
     sizes = num_groups, num_pages, page_size, (config.num_heads, config.kv_heads)
     dims = config.head_size, config.value_size
-    return tuple(empty_pages(n, *sizes, dims, dtype) for n in counts)
+    return tuple(empty_pages(n, *sizes, dims, dtype, is_plain=not config.sinks) for n in counts)
 
 
 def step(

@@ -131,7 +131,8 @@ class EnginePrograms:
             counts, dtype = (sizes.groups, sizes.num_pages, sizes.page_size), sizes.cache
             pages = ()
             if self._decoding is not None:
-                pages = self._decoding.pages(model, *counts, dtype and jnp.dtype(dtype))
+                with self._pages_read():
+                    pages = self._decoding.pages(model, *counts, dtype and jnp.dtype(dtype))
             tokens = jnp.zeros((sizes.groups, sizes.slots), jnp.int32)
             return DeviceState(pages, constrain(tokens, "batch", None))
 
@@ -170,8 +171,7 @@ class EnginePrograms:
         model, rows, num_slots = nnx.merge(self._graphdef, params), arrays.rows, self._sizes.slots
         with self._scoped():
             tokens = jnp.concatenate([state.tokens, arrays.tokens], axis=1)
-            how = pages_read(self._sizes.attention, apart=self._sizes.deterministic)
-            with adapter_of_rows(arrays.adapters), how:
+            with adapter_of_rows(arrays.adapters), self._pages_read():
                 x, pages = decoding.step(model, tokens, rows, state.pages, self._sizes.context)
             slots = jnp.broadcast_to(jnp.arange(num_slots), state.tokens.shape)
             last = constrain(jnp.concatenate([slots, arrays.last_rows], axis=1), "batch", None)
@@ -202,6 +202,11 @@ class EnginePrograms:
             return result
         whole = NamedSharding(self._scope.mesh, P())
         return jax.lax.with_sharding_constraint(result, whole)
+
+    def _pages_read(self) -> contextlib.AbstractContextManager[None]:
+        sizes = self._sizes
+        tables = sizes.slots, max(sizes.lane_counts, default=0), sizes.pages_a_row
+        return pages_read(sizes.attention, apart=sizes.deterministic, tables=tables)
 
     def _scoped(self) -> contextlib.AbstractContextManager[Any]:
         if self._scope is None:

@@ -11,15 +11,15 @@ import shardlib as sl
 from shardlib.nn.attention import Pages, Rows, attend_pages, empty_pages
 from shardlib.nn.attention.mask import Mask
 
-LAYERS, PAGES, PAGE, HEADS, KV_HEADS = 2, 48, 16, 4, 2
-SLOTS, LANES, WIDTH, PAGES_A_ROW = 4, 3, 8, 40
-LAST = [583, 0, 17, 31]
+LAYERS, PAGES, PAGE, HEADS, KV_HEADS = 2, 64, 16, 4, 2
+SLOTS, LANES, WIDTH, PAGES_A_ROW = 8, 3, 8, 40
+LAST = [583, 0, 17, 31, 5, 1, 15, 16]
 """The position of the row of each slot; the second has no sequence."""
 READ = [(0, 8), (21, 5), (0, 0)]
 """The first position of each lane and how many of its rows have a sequence."""
 
 
-def rows_of_step(rng, last_of_slots):
+def rows_of_step(rng, last_of_slots, of_lanes):
     """Returns the rows of a step, and the pages that nobody owns."""
     free = iter(rng.permutation(np.arange(1, PAGES)))
     tables, lanes = (np.zeros((n, PAGES_A_ROW), np.int32) for n in (SLOTS, LANES))
@@ -29,7 +29,7 @@ def rows_of_step(rng, last_of_slots):
         tables[slot, : len(owned)] = owned
         positions.append(last)
         pages.append(owned[-1])
-    for lane, (start, count) in enumerate(READ):
+    for lane, (start, count) in enumerate(of_lanes):
         end = start + count
         owned = [next(free) for _ in range(-(-end // PAGE))] if count else [0]
         lanes[lane, : len(owned)] = owned
@@ -40,16 +40,15 @@ def rows_of_step(rng, last_of_slots):
     return Rows(*(x[None] for x in arrays)), list(free)
 
 
-def step(dim, *, in_turn, longest=LAST[0]):
+def step(dim, *, in_turn, heads=(HEADS, KV_HEADS), longest=LAST[0], of_lanes=READ):
     """Returns query, key, value, pages and rows of one group."""
-    rng = np.random.default_rng(0)
-    rows, free = rows_of_step(rng, [longest, *LAST[1:]])
+    rng, kv_heads = np.random.default_rng(0), heads[1]
+    rows, free = rows_of_step(rng, [longest, *LAST[1:]], of_lanes)
     count = SLOTS + LANES * WIDTH
     arrays = [
-        rng.normal(size=(1, count, heads, dim)).astype(np.float32)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
+        rng.normal(size=(1, count, number, dim)).astype(np.float32) for number in (*heads, kv_heads)
     ]
-    both = rng.normal(size=(LAYERS, 1, PAGES, PAGE, KV_HEADS, 2, dim)).astype(np.float32)
+    both = rng.normal(size=(LAYERS, 1, PAGES, PAGE, kv_heads, 2, dim)).astype(np.float32)
     # Another sequence may have left anything in pages that are free.
     both[:, :, free] = np.nan
     if in_turn:
@@ -129,6 +128,17 @@ def test_the_kernel_of_tpus_reads_what_xla_reads(options):
     np.testing.assert_array_equal(found[1].key, wanted[1].key)
 
 
+@pytest.mark.mesh
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "of_lanes", [READ, [(0, 8), (21, 8), (5, 8)]], ids=["an empty last lane", "full lanes"]
+)
+def test_the_kernel_of_tpus_reads_all_tiles_of_heads(of_lanes):
+    """32 rows are one block of queries, and 8 heads of keys two tiles."""
+    given = step(128, in_turn=True, heads=(16, 8), of_lanes=of_lanes)
+    check(attended(given, "ragged"), attended(given, "all"), given[-1], 2e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 20}], ids=["plain", "window"])
 def test_keys_and_values_in_turn_are_read_as_those_apart(options):
     found = attended(step(16, in_turn=True), "all", **options)
@@ -140,15 +150,16 @@ def test_keys_and_values_in_turn_are_read_as_those_apart(options):
         np.testing.assert_array_equal(keys[:, :, 1:, ..., number, :], of_heads[:, :, 1:])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2)], ids=["even", "odd"])
 @pytest.mark.parametrize("longest", [583, 300], ids=["all pages", "first pages"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"window": 20, "is_local": jnp.asarray(True)}, {"window": 20, "scale": 0.2}],
     ids=["plain", "local", "window"],
 )
-def test_gathered_pages_give_what_xla_reads(options, longest):
+def test_gathered_pages_give_what_xla_reads(options, longest, heads):
     """By XLA: cuDNN is given the same arrays on a GPU."""
-    given = step(16, in_turn=False, longest=longest)
+    given = step(16, in_turn=False, heads=heads, longest=longest)
     found = attended(given, "cudnn", **options)
     wanted = attended(given, "all", **options)
     check(found, wanted, given[-1], 2e-5)

@@ -74,8 +74,6 @@ def check(program, lanes):
     config, rows = program.config, ROWS[lanes]
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= program.cache_bytes
-    if program.platform == "tpu":
-        assert "ragged_paged_attention" in program.compiled.as_text()
     # Neither its keys nor its values are copied.
     assert memory.temp_size_in_bytes < program.cache_bytes / 3
     stream = 2 * rows * config.embed_dim
@@ -105,6 +103,7 @@ def test_a_step_of_a_tpu_updates_its_cache_in_place_and_sends_two_sums_a_layer(l
     sizes = {"num_layers": 2, "vocab_size": 8192, "num_kv_heads": kv_heads}
     program = compiled("llama3-8b", "v5e-8", "tensor=8", lanes, **sizes)
     check(program, lanes)
+    assert "ragged_paged_attention" in program.compiled.as_text()
     # Fewer heads than devices: each device holds the one that it needs.
     positions = 16 * (1 + SLOTS * 2048 // 16)
     assert program.cache_bytes == 2 * positions * 2 * 128 * 2
@@ -113,15 +112,29 @@ def test_a_step_of_a_tpu_updates_its_cache_in_place_and_sends_two_sums_a_layer(l
 @pytest.mark.aot
 @pytest.mark.rest("soak")
 @pytest.mark.parametrize(
-    ("model", "kernel"),
-    [("gemma2-2b", True), ("gpt-oss-20b", False)],
-    ids=["windows and softcap", "sinks"],
+    ("model", "mesh", "kernel"),
+    [
+        ("gemma2-2b", "tensor=8", True),
+        ("gemma2-2b", "tensor=2,data=4", False),
+        ("gemma2-27b", "tensor=4,data=2", True),
+        ("gpt-oss-20b", "tensor=8", False),
+        ("llama2-7b", "tensor=2,data=4", True),
+    ],
+    ids=["softcap and windows", "two heads of 256", "four heads", "sinks", "many heads"],
 )
-def test_what_the_kernel_of_tpus_does_not_read_is_left_to_xla(model, kernel):
+def test_what_the_kernel_of_tpus_does_not_read_is_left_to_xla(model, mesh, kernel):
     # XLA compiles no product of the experts in 16 bits with another precision.
     with jax.default_matmul_precision("default"):
-        program = compiled(model, "v5e-8", "tensor=8", 0, num_layers=2, vocab_size=8192)
+        program = compiled(model, "v5e-8", mesh, LANES, num_layers=2, vocab_size=8192)
     assert ("ragged_paged_attention" in program.compiled.as_text()) == kernel
+
+
+@pytest.mark.soak
+def test_tpus_read_by_xla_where_they_are_asked_to():
+    sizes = {"num_layers": 2, "vocab_size": 8192}
+    program = compiled("llama3-8b", "v5e-8", "tensor=8", LANES, attention="xla", **sizes)
+    assert "ragged_paged_attention" not in program.compiled.as_text()
+    check(program, LANES)
 
 
 @pytest.mark.soak
@@ -148,6 +161,8 @@ def test_whole_models_are_served_on(model, place, lanes):
     cluster, mesh, *weights = place.split()
     program = compiled(model, cluster, mesh, lanes, *weights)
     check(program, lanes)
+    is_read_in_place = "ragged_paged_attention" in program.compiled.as_text()
+    assert is_read_in_place == (program.platform == "tpu")
     memory = program.compiled.memory_analysis()
     print(
         f"{model} {place} lanes={lanes}: weights {program.weight_bytes / 1e9:.2f} GB, cache "

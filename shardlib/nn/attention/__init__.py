@@ -8,12 +8,12 @@ from shardlib.nn.attention.order import positions as positions
 from shardlib.nn.attention.order import scores_per_device as scores_per_device
 from shardlib.nn.attention.order import unzigzag as unzigzag
 from shardlib.nn.attention.order import zigzag as zigzag
-from shardlib.nn.attention.page_attention import PageBackend as PageBackend
 from shardlib.nn.attention.page_attention import attend_pages as attend_pages
-from shardlib.nn.attention.page_attention import pages_read as pages_read
+from shardlib.nn.attention.paged import PageBackend as PageBackend
 from shardlib.nn.attention.paged import Pages as Pages
 from shardlib.nn.attention.paged import Rows as Rows
 from shardlib.nn.attention.paged import empty_pages as empty_pages
+from shardlib.nn.attention.paged import pages_read as pages_read
 from shardlib.nn.attention.paged import write_texts as write_texts
 from shardlib.nn.attention.plan import ContextMethod as ContextMethod
 from shardlib.nn.attention.plan import ContextPlan as ContextPlan

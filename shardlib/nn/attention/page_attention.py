@@ -9,9 +9,7 @@
 | cudnn   | GPU, 16 bits         | pages that are gathered, by cuDNN                         |
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -24,7 +22,7 @@ from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.page_cudnn import attend_gathered
 from shardlib.nn.attention.page_reader import Together, attend_group
-from shardlib.nn.attention.paged import Pages, Rows, group_axes
+from shardlib.nn.attention.paged import Pages, Rows, asked, group_axes
 from shardlib.nn.attention.ragged import attend_ragged
 from shardlib.nn.attention.region import cut_by_rules
 from shardlib.sharding.constrain import Scope, active, constrain, platform
@@ -33,29 +31,6 @@ from shardlib.sharding.manual import manual
 Reading = Together | Literal["ragged", "cudnn"]
 """What reads the keys: rows, some of them together, by XLA or on a CPU a kernel of ours; the kernel
 of TPUs; or cuDNN."""
-PageBackend = Literal["auto", "xla", "cudnn"]
-
-
-_asked: contextvars.ContextVar[tuple[PageBackend, bool]] = contextvars.ContextVar(
-    "asked", default=("auto", False)
-)
-
-
-@contextlib.contextmanager
-def pages_read(backend: PageBackend = "auto", *, apart: bool = False) -> Iterator[None]:
-    """Says how the calls of `attend_pages` inside read keys.
-
-    Args:
-        backend: `auto` takes JAX's ragged paged attention on TPUs, where it can read the pages, and
-            else XLA, or on a CPU a kernel of ours; `cudnn` takes cuDNN on GPUs, where it can.
-        apart: Whether on a CPU no row reads keys together with others, so that its bits depend on
-            its sequence alone. It takes longer.
-    """
-    token = _asked.set((backend, apart))
-    try:
-        yield
-    finally:
-        _asked.reset(token)
 
 
 def attend_pages(
@@ -151,19 +126,19 @@ def _cuts(scope: Scope, query: jax.Array, pages: Pages) -> tuple[Any, Any, Any]:
 def _reading(query: jax.Array, pages: Pages, rows: Rows, mask: Mask, is_plain: bool) -> Reading:
     """Returns how rows read keys; `is_plain` is for rows that see all positions before their own,
     with no score but that of their product."""
-    (backend, apart), scope, cache = _asked.get(), active(), GroupPages(*pages)
+    (backend, apart), scope, cache = asked(), active(), GroupPages(*pages)
     if platform() == "cpu":
         return "rows" if apart else "lanes"
     if scope is not None:
         _, heads, kv_heads = _cuts(scope, query, pages)
         is_plain &= heads == kv_heads
-    if not is_plain or backend == "xla":
-        return "all"
     if backend == "cudnn":
-        return "cudnn" if page_cudnn.can_read(query, cache, mask) else "all"
+        page_cudnn.check(query, cache, mask, is_plain=is_plain)
+        return "cudnn"
     (_, slots, pages_a_row), lanes = rows.tables.shape, rows.lanes.shape[1]
-    fits = cache.in_turn and ragged.can_read(slots, lanes, pages_a_row)
-    return "ragged" if fits and query.dtype == pages.key.dtype else "all"
+    fits = cache.in_turn and is_plain and ragged.can_read(slots, lanes, pages_a_row)
+    is_ragged = fits and backend == "auto" and query.dtype == pages.key.dtype
+    return "ragged" if is_ragged else "all"
 
 
 def _of_group(

@@ -7,8 +7,11 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 PagedAttention", section 4.
 """
 
+import contextlib
+import contextvars
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +58,45 @@ class Rows(NamedTuple):
     keys and values of its text; 0 for a row without one."""
 
 
+PageBackend = Literal["auto", "xla", "cudnn"]
+
+
+_asked: contextvars.ContextVar[tuple[PageBackend, bool]] = contextvars.ContextVar(
+    "asked", default=("auto", False)
+)
+
+
+@contextlib.contextmanager
+def pages_read(
+    backend: PageBackend = "auto",
+    *,
+    apart: bool = False,
+    tables: tuple[int, int, int] | None = None,
+) -> Iterator[None]:
+    """Says how `attend_pages` inside reads keys, and how `empty_pages` lays them out.
+
+    Args:
+        backend: `auto` takes JAX's ragged paged attention on TPUs, where it can read the pages, and
+            else XLA; `xla` takes XLA; `cudnn` takes cuDNN on GPUs. A CPU takes a kernel of ours
+            where it can.
+        apart: Whether on a CPU no row reads keys together with others, so that its bits depend on
+            its sequence alone. It takes longer.
+        tables: Slots, lanes and pages of a row of the largest step; None if that is unknown.
+    """
+    if backend == "auto" and tables is not None and not ragged.can_read(*tables):
+        backend = "xla"
+    token = _asked.set((backend, apart))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def asked() -> tuple[PageBackend, bool]:
+    """Returns the arguments of the innermost `pages_read`."""
+    return _asked.get()
+
+
 def empty_pages(
     num_layers: int,
     num_groups: int,
@@ -63,6 +105,8 @@ def empty_pages(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: jax.typing.DTypeLike,
+    *,
+    is_plain: bool = True,
 ) -> Pages:
     """Returns zero pages of a stack of layers, whose groups and heads the active rules cut as
     `batch` and `kv_heads`. If more devices share the query heads than there are key-value heads,
@@ -73,10 +117,12 @@ def empty_pages(
         heads: Query heads, and heads of keys and values.
         dims: Dims of a head of keys and of values.
         dtype: Of both; int8 for keys and values in 8 bits, with a scale for each.
+        is_plain: Whether attention to them has neither sinks nor a bias, with which the kernel of
+            TPUs does not read them.
     """
 
     scope, kv_heads = active(), heads[1]
-    batch, cut = None, None
+    batch, of_queries, cut = None, None, None
     if scope is not None:
         # Cut between heads, or not at all.
         (batch, of_queries), (_, cut) = (
@@ -98,7 +144,7 @@ def empty_pages(
 
     if platform() == "cpu":
         pages = [zeros(dtype, kv_heads, page_size, size, heads_at=0) for size in dims]
-    elif platform() == "tpu" and ragged.can_hold(kv_heads // _parts(cut), dims, dtype):
+    elif is_plain and cut == of_queries and _has_kernel(heads[0], kv_heads, cut, dims, dtype):
         return Pages(zeros(dtype, page_size, 2 * kv_heads, dims[0], heads_at=1), None)
     else:
         pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
@@ -110,7 +156,17 @@ def empty_pages(
 
 def heads_of_pages(kv_heads: int, parts: int) -> int:
     """Returns the heads of keys and values in pages, if query heads are cut into `parts`."""
-    return max(kv_heads, parts) if parts % kv_heads == 0 else kv_heads
+    return parts if parts % kv_heads == 0 else kv_heads
+
+
+def _has_kernel(
+    heads: int, kv_heads: int, cut: Any, dims: tuple[int, int], dtype: jax.typing.DTypeLike
+) -> bool:
+    """Returns whether the kernel of TPUs is to read pages whose heads are all cut alike."""
+    parts, (backend, _) = _parts(cut), asked()
+    of_device = heads // parts, kv_heads // parts
+    is_asked = platform() == "tpu" and backend == "auto"
+    return is_asked and ragged.can_hold(*of_device, dims, dtype)
 
 
 def _parts(entry: Any) -> int:

@@ -12,34 +12,51 @@ import jax.numpy as jnp
 from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
 
-# Lanes of a TPU's vector registers: the kernel reads heads of so many dims, or a multiple.
-# Source: the JAX documentation, "Writing TPU kernels with Pallas".
-_HEAD_DIM_MULTIPLE = 128
-_BITS_OF_SUBLANE = 32
-_BLOCK_KEYS, _BLOCK_BYTES = 512, 2 << 20
-"""Keys that the kernel fetches at a time, and the most that they take; it holds two such blocks in
-the 16 MiB of vector memory that a program gets."""
-_BLOCK_QUERIES = 32
+_LANES, _SUBLANES = 128, 8
+"""Of a vector register of a TPU, in 32 bits. Source: the JAX documentation, "Writing TPU kernels
+with Pallas"."""
+_MOST_KEYS, _MOST_QUERIES = 512, 32
+"""Keys that the kernel fetches at a time, and queries that it works on."""
+_KEY_BYTES, _QUERY_BYTES = 2 << 20, 5 << 20
+"""The most that they take of the 16 MiB of vector memory that a program gets: the kernel holds two
+blocks of keys, and scores."""
 _MOST_TABLE_BYTES = 960 << 10
 """Of the tables of a step, of 1 MiB of scalar memory, in which the kernel keeps them."""
 
 
-def can_hold(kv_heads: int, dims: tuple[int, int], dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel reads pages of `kv_heads` heads on a device, whose keys and values
-    have `dims`."""
-    if dims[0] != dims[1] or dims[0] % _HEAD_DIM_MULTIPLE:
+def can_hold(heads: int, kv_heads: int, dims: tuple[int, int], dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel reads pages of a device, which has `heads` query heads and
+    `kv_heads` heads of keys and values with `dims`."""
+    dtype = jnp.dtype(dtype)
+    if dims[0] != dims[1] or dtype not in (jnp.float32, jnp.bfloat16) or heads % kv_heads:
         return False
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+    # It takes heads with more lanes out of a block of keys only if there is one, in 16 bits.
+    is_alone = kv_heads == 1 and dtype == jnp.bfloat16
+    if dims[0] != _LANES and (dims[0] % _LANES or not is_alone):
         return False
-    # Keys and values of all heads of a position fill whole tiles.
-    sublanes, rest = divmod(2 * kv_heads * 8 * jnp.dtype(dtype).itemsize, _BITS_OF_SUBLANE)
-    return not rest and (sublanes in (1, 2, 4) or sublanes % 8 == 0)
+    # The keys and values of all heads of a position fill whole tiles.
+    both, packed = 2 * kv_heads, 4 // dtype.itemsize
+    tile = _SUBLANES * packed
+    if both % packed or (both // packed not in (1, 2, 4) and both % tile):
+        return False
+    of_block, _ = _heads_of_block(heads, kv_heads, dtype)
+    return of_block == heads or of_block % _SUBLANES == 0
+
+
+def _heads_of_block(heads: int, kv_heads: int, dtype: jnp.dtype) -> tuple[int, int]:
+    """Returns the query heads that the kernel works on at a time, and their keys and values: those
+    of one tile, or all."""
+    packed = 4 // dtype.itemsize
+    tile = _SUBLANES * packed
+    rest, of_tile = 2 * kv_heads % tile, tile // 2 * (heads // kv_heads)
+    fills_tiles = of_tile // packed in (1, 2, 4) or of_tile % tile == 0
+    return (heads, 2 * kv_heads) if rest or not fills_tiles else (of_tile, tile)
 
 
 def can_read(num_slots: int, num_lanes: int, pages_a_row: int) -> bool:
     """Returns whether the tables of a step fit the scalar memory."""
     # Rows of tables are padded to whole registers.
-    padded = -(-pages_a_row // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+    padded = -(-pages_a_row // _LANES) * _LANES
     return (num_slots + 2 * num_lanes) * padded * 4 <= _MOST_TABLE_BYTES
 
 
@@ -74,18 +91,23 @@ def attend_ragged(
     num_layers, _, num_pages, page_size, heads, dims = pages.key.shape
     sequences = _sequences(positions, is_used, tables, lanes)
     lengths, starts, of_sequences = sequences
+    # The kernel does not reach a last sequence that has no row.
+    count = len(lengths) - (starts[-1:] == starts[-2:-1]).astype(jnp.int32)
     of_layer = of_sequences + layer * num_pages
     cache = pages.key.reshape(num_layers * num_pages, page_size, heads, dims)
-    bytes_per_key = min(heads, 16) * dims * pages.key.dtype.itemsize
-    keys = min(_BLOCK_KEYS, _BLOCK_BYTES // bytes_per_key)
+    of_queries, of_keys = _heads_of_block(query.shape[1], heads // 2, query.dtype)
+    width = query.dtype.itemsize
+    keys = min(_MOST_KEYS, _KEY_BYTES // (of_keys * dims * width))
+    # A query and its result twice, and in float32 the sum of values, of weights and the peak.
+    query_bytes = of_queries * (4 * dims * width + 4 * (dims + 2 * _LANES))
+    queries = min(_MOST_QUERIES, len(query), max(_QUERY_BYTES // query_bytes, 1))
     read = functools.partial(
         ragged_paged_attention,
         sm_scale=mask.factor(dims),
         soft_cap=mask.softcap,
         num_kv_pages_per_block=min(max(keys // page_size, 1), tables.shape[1]),
-        num_queries_per_block=min(_BLOCK_QUERIES, len(query)),
+        num_queries_per_block=queries,
     )
-    count = jnp.full(1, len(lengths), jnp.int32)
     arrays = query, cache, lengths, of_layer, starts, count
     local = functools.partial(read, sliding_window=window)
     # A product of 16 bits is exact in float32, and the compiler refuses to be told so.

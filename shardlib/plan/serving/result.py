@@ -15,8 +15,8 @@ from shardlib.plan.serving.served_model import ServedModel
 from shardlib.tables import Report, Table
 
 _ROOFLINE = (
-    "Predicted steps read weights, keys and values once, at the bandwidth of the memory. On GPUs, "
-    "and on TPUs for heads without a multiple of 128 dims, XLA reads keys and values, and takes "
+    "Predicted steps read weights, keys and values once, at the bandwidth of the memory. Where XLA "
+    "reads keys and values, as on GPUs, and on TPUs for most heads without 128 dims, it takes "
     "longer."
 )
 _ON_GPUS = (

@@ -182,8 +182,9 @@ class Replica:
             return False
         dtype = jnp.float32 if self.model.widths.cached == 4 else jnp.bfloat16
         tables = slots, chunk // question.lane, math.ceil(question.context / question.page_size)
-        of_head = dims.score_dim, dims.value_dim
-        return ragged.can_hold(dims.kv_heads // cut, of_head, dtype) and ragged.can_read(*tables)
+        heads, of_head = dims.heads // self.layout.tensor, (dims.score_dim, dims.value_dim)
+        is_held = ragged.can_hold(heads, dims.kv_heads // cut, of_head, dtype)
+        return is_held and ragged.can_read(*tables)
 
     @property
     def _copied_page_bytes(self) -> float:
