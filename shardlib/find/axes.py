@@ -155,7 +155,7 @@ class TracedAxes:
             for at, (var, kind) in enumerate(arguments)
         ]
         constants = [self._tensor(array_of(var), "constant") for var in closed.jaxpr.constvars]
-        self._run(closed.jaxpr, [*constants, *self.inputs])
+        self.results = self._run(closed.jaxpr, [*constants, *self.inputs])
 
     def axes(self, tensor: Tensor) -> tuple[int, ...]:
         """Returns the root node of each dim."""
@@ -168,6 +168,22 @@ class TracedAxes:
         for tensor, differentiated in zip(self.inputs, gradient.inputs, strict=True):
             for node, axis in zip(tensor.nodes, gradient.axes(differentiated), strict=True):
                 self.dims.connect(first.setdefault(axis, node), node)
+
+    def keeps_apart(self) -> bool:
+        """Returns whether an argument and a result of the same shape have a dim that nothing
+        connects, though a derivative could."""
+        return any(
+            tensor.aval.shape == result.aval.shape
+            and tensor.differentiated
+            and any(
+                size > 1 and mine != other
+                for size, mine, other in zip(
+                    result.aval.shape, self.axes(tensor), self.axes(result), strict=True
+                )
+            )
+            for result in self.results
+            for tensor in self.inputs
+        )
 
     def _tensor(
         self,

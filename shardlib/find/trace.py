@@ -4,13 +4,14 @@ import dataclasses
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from shardlib.errors import DataError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
 from shardlib.functional.precision import Precision
-from shardlib.jaxprs import CUSTOM_GRADIENTS, holds
+from shardlib.jaxprs import CUSTOM_GRADIENTS, called, equations, holds
 from shardlib.losses.signature import called_by_position
 from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
 from shardlib.nn.staged import MetStack, stacks_met
@@ -103,7 +104,7 @@ def trace_loss(
     moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
     state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
     program = TracedAxes(closed, kinds, names, frozen)
-    if holds(closed.jaxpr, *CUSTOM_GRADIENTS):
+    if holds(closed.jaxpr, *CUSTOM_GRADIENTS) or _has_free_derivative(closed.jaxpr):
         # A gradient of one's own may connect dims that the forward pass does not.
         with naming(FSDP, met):
             gradient = jax.make_jaxpr(jax.grad(forward))(*arguments)
@@ -122,6 +123,22 @@ def trace_loss(
         tuple(stacks),
         tuple(updated),
     )
+
+
+def _has_free_derivative(jaxpr: Jaxpr) -> bool:
+    """Returns whether a function with a `custom_jvp` keeps dims apart that its derivative may
+    connect. Those of JAX, such as `relu` and `softmax`, do not."""
+    found: dict[str, ClosedJaxpr] = {}
+    for equation, _ in equations(jaxpr):
+        if equation.primitive.name == "custom_jvp_call":
+            inner, consts = called(equation)
+            if inner is not None:
+                found.setdefault(str(inner), ClosedJaxpr(inner, list(consts)))
+    for one in found.values():
+        kinds: list[Kind] = ["activation"] * len(one.jaxpr.invars)
+        if TracedAxes(one, kinds).keeps_apart():
+            return True
+    return False
 
 
 def _paths_and_kinds(

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
+from shardlib.find.trace import _has_free_derivative
 
 MESH = "fsdp=4,tensor=2"
 
@@ -19,6 +20,15 @@ def one_hot(x):
 
 
 one_hot.defvjp(lambda x: (one_hot(x), None), lambda _, cotangent: (cotangent,))
+
+
+@jax.custom_jvp
+def one_hot_by_tangents(x):
+    """The same by a `custom_jvp`."""
+    return jax.nn.one_hot(jnp.argmax(x, axis=-1), x.shape[-1], dtype=x.dtype)
+
+
+one_hot_by_tangents.defjvp(lambda x, tangents: (one_hot_by_tangents(*x), tangents[0]))
 
 
 def in_one_part(x):
@@ -41,8 +51,28 @@ def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
 
 
+@pytest.mark.parametrize(
+    ("function", "is_free"),
+    [
+        (jax.nn.relu, False),
+        (jax.nn.softmax, False),
+        (jax.nn.logsumexp, False),
+        (jax.nn.gelu, False),
+        (one_hot_by_tangents, True),
+        (lambda x: jax.lax.map(lambda row: one_hot_by_tangents(row), x), True),
+    ],
+)
+def test_functions_whose_derivative_may_connect_more(function, is_free):
+    program = jax.make_jaxpr(function)(jnp.zeros((4, 8)))
+    assert _has_free_derivative(program.jaxpr) == is_free
+
+
 @pytest.mark.mesh
-@pytest.mark.parametrize("code", [one_hot, in_one_part], ids=["straight through", "one part"])
+@pytest.mark.parametrize(
+    "code",
+    [one_hot, one_hot_by_tangents, in_one_part],
+    ids=["straight through", "by tangents", "one part"],
+)
 def test_dims_that_gradients_connect_are_one_axis(code):
     def make(rngs):
         return Coded(code, rngs)
