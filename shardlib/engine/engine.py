@@ -95,8 +95,8 @@ class Engine:
             they are read; None for weights as they are.
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
             for the dtype of the model.
-        attention: What reads the pages: `auto` for JAX's ragged paged attention on TPUs, for heads
-            of 128 dims without sinks and tables of up to 960 KiB, and else for XLA; `xla` for XLA
+        attention: What reads the pages: `auto` for JAX's ragged paged attention on TPUs, for most
+            heads of 128 dims without sinks and tables of up to 960 KiB, and else XLA; `xla` for XLA
             on TPUs too; `cudnn` for cuDNN on GPUs, in 16 bits and for heads of up to 128 dims
             without softcaps or sinks. The first step refuses others. A CPU has a kernel of its own.
         adapters: Models with low-rank adapters by name, as `sl.finetune.load_adapter` returns them.

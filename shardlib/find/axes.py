@@ -170,20 +170,18 @@ class TracedAxes:
                 self.dims.connect(first.setdefault(axis, node), node)
 
     def keeps_apart(self) -> bool:
-        """Returns whether an argument and a result of the same shape have a dim that nothing
-        connects, though a derivative could."""
-        return any(
-            tensor.aval.shape == result.aval.shape
-            and tensor.differentiated
-            and any(
-                size > 1 and mine != other
-                for size, mine, other in zip(
-                    result.aval.shape, self.axes(tensor), self.axes(result), strict=True
-                )
-            )
-            for result in self.results
-            for tensor in self.inputs
-        )
+        """Returns whether a result has a dim that nothing connects with an argument, or not with
+        that of an argument of its shape, though a derivative could."""
+        arguments = [tensor for tensor in self.inputs if tensor.differentiated]
+        reached = {axis for tensor in arguments for axis in self.axes(tensor)}
+        for result in self.results:
+            shape, axes = result.aval.shape, self.axes(result)
+            alike = [self.axes(tensor) for tensor in arguments if tensor.aval.shape == shape]
+            for dim, size in enumerate(shape):
+                is_apart = any(argument[dim] != axes[dim] for argument in alike)
+                if size > 1 and (is_apart or axes[dim] not in reached):
+                    return True
+        return False
 
     def _tensor(
         self,

@@ -127,7 +127,7 @@ def trace_loss(
 
 def _has_free_derivative(jaxpr: Jaxpr) -> bool:
     """Returns whether a function with a `custom_jvp` keeps dims apart that its derivative may
-    connect. Those of JAX, such as `relu` and `softmax`, do not."""
+    connect. Those of JAX, such as `relu`, do not."""
     found: dict[str, ClosedJaxpr] = {}
     for equation, _ in equations(jaxpr):
         if equation.primitive.name == "custom_jvp_call":

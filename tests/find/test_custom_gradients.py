@@ -9,6 +9,7 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.find.trace import _has_free_derivative
+from shardlib.jaxprs import holds
 
 MESH = "fsdp=4,tensor=2"
 
@@ -29,6 +30,22 @@ def one_hot_by_tangents(x):
 
 
 one_hot_by_tangents.defjvp(lambda x, tangents: (one_hot_by_tangents(*x), tangents[0]))
+
+
+@jax.custom_jvp
+def turned(x):
+    return one_hot(x).T
+
+
+turned.defjvp(lambda x, tangents: (turned(*x), tangents[0].T))
+
+
+@jax.custom_jvp
+def twice(x):
+    return jnp.stack([one_hot(x), one_hot(x)])
+
+
+twice.defjvp(lambda x, tangents: (twice(*x), jnp.stack([tangents[0], tangents[0]])))
 
 
 def in_one_part(x):
@@ -55,23 +72,25 @@ def loss(model, batch):
     ("function", "is_free"),
     [
         (jax.nn.relu, False),
-        (jax.nn.softmax, False),
-        (jax.nn.logsumexp, False),
-        (jax.nn.gelu, False),
+        (jax.nn.log_sigmoid, False),
+        (jnp.sinc, False),
         (one_hot_by_tangents, True),
+        (turned, True),
+        (twice, True),
         (lambda x: jax.lax.map(lambda row: one_hot_by_tangents(row), x), True),
     ],
 )
 def test_functions_whose_derivative_may_connect_more(function, is_free):
     program = jax.make_jaxpr(function)(jnp.zeros((4, 8)))
+    assert holds(program.jaxpr, "custom_jvp_call")
     assert _has_free_derivative(program.jaxpr) == is_free
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     "code",
-    [one_hot, one_hot_by_tangents, in_one_part],
-    ids=["straight through", "by tangents", "one part"],
+    [one_hot, one_hot_by_tangents, lambda x: turned(x).T, lambda x: twice(x)[0], in_one_part],
+    ids=["straight through", "by tangents", "turned", "twice", "one part"],
 )
 def test_dims_that_gradients_connect_are_one_axis(code):
     def make(rngs):

@@ -130,7 +130,7 @@ def cudnn_obstacles(
     lengths: tuple[int, ...],
 ) -> list[str]:
     """Returns why cuDNN cannot compute an attention whose heads of keys and of values have `dims`;
-    see `resolve_backend`."""
+    see `resolve_backend`. A mask of odd lengths is refused for its gradient."""
     (head_dim, value_dim), obstacles = dims, list[str]()
     if _KERNELS.get(platform) != "cudnn":
         obstacles.append(f"the platform is {platform}")

@@ -23,8 +23,7 @@ def check(query: jax.Array, pages: GroupPages, mask: Mask, *, is_plain: bool) ->
     `is_plain` is as in `empty_pages`, for query heads that are cut as heads of keys."""
     head_dim = query.shape[-1]
     dims = head_dim, pages.value_dim(pages.num_heads(head_dim))
-    lengths = (pages.page_size,)
-    obstacles = cudnn_obstacles(platform(), query.dtype, dims, mask.softcap, True, lengths)
+    obstacles = cudnn_obstacles(platform(), query.dtype, dims, mask.softcap, False, ())
     if not is_plain:
         obstacles.append(
             "scores have sinks or a bias, keys come from an encoder, or the rules cut heads of "
@@ -85,10 +84,6 @@ def _attended(
 ) -> jax.Array:
     """Returns attention of queries [sequences, rows, heads, head_dim] at positions [sequences,
     rows] to the keys of each sequence."""
-    if query.shape[1] % 2:
-        # cuDNN takes a mask of an even number of rows.
-        query, positions = (_with_one_more(x) for x in (query, positions))
-        return _attended(pages, layer, scale, window, query, positions, tables)[:, :-1]
     kv_heads, last = pages.num_heads(query.shape[-1]), jnp.max(positions, axis=1)
 
     def of_first(num_pages: int) -> jax.Array:
@@ -117,8 +112,3 @@ def _attended(
     enough = jnp.sum(jnp.asarray(counts, jnp.int32) < needed, dtype=jnp.int32)
     branches = [functools.partial(of_first, count) for count in (*counts, most)]
     return jax.lax.switch(enough, branches)
-
-
-def _with_one_more(x: jax.Array) -> jax.Array:
-    """Returns the rows [sequences, rows, ...] and the last one again."""
-    return jnp.concatenate([x, x[:, -1:]], axis=1)

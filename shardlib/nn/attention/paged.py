@@ -120,7 +120,6 @@ def empty_pages(
         is_plain: Whether attention to them has neither sinks nor a bias, with which the kernel of
             TPUs does not read them.
     """
-
     scope, kv_heads = active(), heads[1]
     batch, of_queries, cut = None, None, None
     if scope is not None:
@@ -144,7 +143,11 @@ def empty_pages(
 
     if platform() == "cpu":
         pages = [zeros(dtype, kv_heads, page_size, size, heads_at=0) for size in dims]
-    elif is_plain and cut == of_queries and _has_kernel(heads[0], kv_heads, cut, dims, dtype):
+    elif (
+        is_plain
+        and cut == of_queries
+        and _has_kernel(heads[0], kv_heads, cut, dims, dtype, page_size)
+    ):
         return Pages(zeros(dtype, page_size, 2 * kv_heads, dims[0], heads_at=1), None)
     else:
         pages = [zeros(dtype, page_size, kv_heads * size) for size in dims]
@@ -160,13 +163,18 @@ def heads_of_pages(kv_heads: int, parts: int) -> int:
 
 
 def _has_kernel(
-    heads: int, kv_heads: int, cut: Any, dims: tuple[int, int], dtype: jax.typing.DTypeLike
+    heads: int,
+    kv_heads: int,
+    cut: Any,
+    dims: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    page_size: int,
 ) -> bool:
     """Returns whether the kernel of TPUs is to read pages whose heads are all cut alike."""
     parts, (backend, _) = _parts(cut), asked()
     of_device = heads // parts, kv_heads // parts
     is_asked = platform() == "tpu" and backend == "auto"
-    return is_asked and ragged.can_hold(*of_device, dims, dtype)
+    return is_asked and ragged.can_hold(*of_device, dims, dtype, page_size)
 
 
 def _parts(entry: Any) -> int:

@@ -24,7 +24,13 @@ _MOST_TABLE_BYTES = 960 << 10
 """Of the tables of a step, of 1 MiB of scalar memory, in which the kernel keeps them."""
 
 
-def can_hold(heads: int, kv_heads: int, dims: tuple[int, int], dtype: jax.typing.DTypeLike) -> bool:
+def can_hold(
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    page_size: int,
+) -> bool:
     """Returns whether the kernel reads pages of a device, which has `heads` query heads and
     `kv_heads` heads of keys and values with `dims`."""
     dtype = jnp.dtype(dtype)
@@ -39,8 +45,9 @@ def can_hold(heads: int, kv_heads: int, dims: tuple[int, int], dtype: jax.typing
     tile = _SUBLANES * packed
     if both % packed or (both // packed not in (1, 2, 4) and both % tile):
         return False
-    of_block, _ = _heads_of_block(heads, kv_heads, dtype)
-    return of_block == heads or of_block % _SUBLANES == 0
+    of_queries, of_keys = _heads_of_block(heads, kv_heads, dtype)
+    is_whole = of_queries == heads or of_queries % _SUBLANES == 0
+    return is_whole and page_size * of_keys * dims[0] * dtype.itemsize <= _KEY_BYTES
 
 
 def _heads_of_block(heads: int, kv_heads: int, dtype: jnp.dtype) -> tuple[int, int]:
@@ -54,10 +61,10 @@ def _heads_of_block(heads: int, kv_heads: int, dtype: jnp.dtype) -> tuple[int, i
 
 
 def can_read(num_slots: int, num_lanes: int, pages_a_row: int) -> bool:
-    """Returns whether the tables of a step fit the scalar memory."""
-    # Rows of tables are padded to whole registers.
-    padded = -(-pages_a_row // _LANES) * _LANES
-    return (num_slots + 2 * num_lanes) * padded * 4 <= _MOST_TABLE_BYTES
+    """Returns whether the tables of a step fit the scalar memory, which pads them to whole
+    registers."""
+    rows = -(-(num_slots + 2 * num_lanes) // _SUBLANES) * _SUBLANES
+    return rows * -(-pages_a_row // _LANES) * _LANES * 4 <= _MOST_TABLE_BYTES
 
 
 def attend_ragged(

@@ -183,7 +183,8 @@ class Replica:
         dtype = jnp.float32 if self.model.widths.cached == 4 else jnp.bfloat16
         tables = slots, chunk // question.lane, math.ceil(question.context / question.page_size)
         heads, of_head = dims.heads // self.layout.tensor, (dims.score_dim, dims.value_dim)
-        is_held = ragged.can_hold(heads, dims.kv_heads // cut, of_head, dtype)
+        of_device = heads, dims.kv_heads // cut
+        is_held = ragged.can_hold(*of_device, of_head, dtype, question.page_size)
         return is_held and ragged.can_read(*tables)
 
     @property
