@@ -96,9 +96,10 @@ class Engine:
         cache: `int8` for keys and values in 8 bits with a scale for each head of a position; None
             for the dtype of the model.
         attention: What reads the pages: `auto` for JAX's ragged paged attention on TPUs, for most
-            heads of 128 dims without sinks and tables of up to 960 KiB, and else XLA; `xla` for XLA
-            on TPUs too; `cudnn` for cuDNN on GPUs, in 16 bits and for heads of up to 128 dims
-            without softcaps or sinks. The first step refuses others. A CPU has a kernel of its own.
+            heads of 128 dims without sinks and tables of up to 960 KiB, for a kernel of shardlib on
+            one CPU in float32, and else for XLA; `xla` for XLA; `cudnn` for cuDNN on GPUs, in 16
+            bits and for heads of up to 128 dims without softcaps or sinks. The first step refuses
+            other models.
         adapters: Models with low-rank adapters by name, as `sl.finetune.load_adapter` returns them.
             A request chooses one by `Sampling.adapter`; all are computed for each row.
         pooling: How an encoder's output becomes one vector: `cls` for that at the first token,

@@ -212,6 +212,13 @@ def test_what_the_kernel_does_not_know_is_left_to_xla(steps, reading, options, d
     assert "ffi_call" not in str(program)
 
 
+def test_pages_are_left_to_xla_where_it_is_asked_for(steps):
+    step = steps[0]._replace(before=tuple(map(by_head, steps[0].before)))
+    with pages_read("xla"):
+        program = jax.make_jaxpr(lambda: attended([step], 1, {}, None))()
+    assert "ffi_call" not in str(program)
+
+
 @pytest.mark.rest("mesh")
 def test_pages_on_several_devices_are_left_to_xla(steps):
     step = steps[0]._replace(before=tuple(map(by_head, steps[0].before)))

@@ -29,8 +29,7 @@ from shardlib.sharding.constrain import Scope, active, constrain, platform
 from shardlib.sharding.manual import manual
 
 Reading = Together | Literal["ragged", "cudnn"]
-"""What reads the keys: rows, some of them together, by XLA or on a CPU a kernel of ours; the kernel
-of TPUs; or cuDNN."""
+"""How keys are read; see the table of this module."""
 
 
 def attend_pages(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.page_kernel import VECTOR, PageSums, has_page_kernel, page_sums
+from shardlib.nn.attention.paged import asked
 from shardlib.sharding.constrain import active
 
 Together = Literal["rows", "lanes", "all"]
@@ -117,12 +118,12 @@ class _BlockReader(NamedTuple):
         """Returns whether `page_sums` knows these pages and scores, on the one device there is."""
         scope = active()
         is_whole = scope is None or scope.mesh.size == 1
-        key, value = self.pages.key, self.pages.value
-        dtypes = {key.dtype, value if value is None else value.dtype}
+        dtypes = {pages.dtype for pages in (self.pages.key, self.pages.value) if pages is not None}
         is_known = self.pages.by_head and dtypes == {jnp.dtype(jnp.float32)}
         is_known = is_known and self.pages.value_dim(self.kv_heads) % VECTOR == 0
         is_plain = self.bias is None and self.mask.softcap is None
-        return is_whole and is_known and is_plain and has_page_kernel()
+        is_asked = asked()[0] == "auto"
+        return is_asked and is_whole and is_known and is_plain and has_page_kernel()
 
     def by_kernel(self, query: jax.Array, seen: _SeenPositions, tables: jax.Array) -> PageSums:
         """Returns the sums of rows with a table each, or of lanes."""

@@ -59,8 +59,6 @@ class Rows(NamedTuple):
 
 
 PageBackend = Literal["auto", "xla", "cudnn"]
-
-
 _asked: contextvars.ContextVar[tuple[PageBackend, bool]] = contextvars.ContextVar(
     "asked", default=("auto", False)
 )
@@ -76,9 +74,9 @@ def pages_read(
     """Says how `attend_pages` inside reads keys, and how `empty_pages` lays them out.
 
     Args:
-        backend: `auto` takes JAX's ragged paged attention on TPUs, where it can read the pages, and
-            else XLA; `xla` takes XLA; `cudnn` takes cuDNN on GPUs. A CPU takes a kernel of ours
-            where it can.
+        backend: `auto` takes JAX's ragged paged attention on TPUs and a kernel of shardlib on one
+            CPU, where they can read the pages, and else XLA; `xla` takes XLA; `cudnn` takes cuDNN
+            on GPUs.
         apart: Whether on a CPU no row reads keys together with others, so that its bits depend on
             its sequence alone. It takes longer.
         tables: Slots, lanes and pages of a row of the largest step; None if that is unknown.
@@ -128,9 +126,9 @@ def empty_pages(
             scope.sharding(("batch", name), (num_groups, count), "activations").spec
             for name, count in zip(("heads", "kv_heads"), heads, strict=True)
         )
-        kv_heads = heads_of_pages(kv_heads, _parts(of_queries))
-        if kv_heads != heads[1]:
-            cut = of_queries
+        parts = _parts(of_queries)
+        if parts > kv_heads and parts % kv_heads == 0:
+            kv_heads, cut = parts, of_queries
 
     def zeros(dtype: jax.typing.DTypeLike, *page: int, heads_at: int = -1) -> jax.Array:
         pages = jnp.zeros((num_layers, num_groups, num_pages, *page), dtype)
@@ -155,11 +153,6 @@ def empty_pages(
         return Pages(*pages)
     # Heads and positions share a dim: TPUs lay out the last one in tiles of 128.
     return Pages(*pages, *[zeros(jnp.float32, kv_heads * page_size) for _ in dims])
-
-
-def heads_of_pages(kv_heads: int, parts: int) -> int:
-    """Returns the heads of keys and values in pages, if query heads are cut into `parts`."""
-    return parts if parts % kv_heads == 0 else kv_heads
 
 
 def _has_kernel(

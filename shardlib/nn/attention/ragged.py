@@ -13,15 +13,15 @@ from shardlib.nn.attention.group_pages import GroupPages
 from shardlib.nn.attention.mask import Mask
 
 _LANES, _SUBLANES = 128, 8
-"""Of a vector register of a TPU, in 32 bits. Source: the JAX documentation, "Writing TPU kernels
-with Pallas"."""
+"""A TPU's vector register holds 8 x 128 numbers of 32 bits. Source: the JAX documentation, "Writing
+TPU kernels with Pallas"."""
 _MOST_KEYS, _MOST_QUERIES = 512, 32
 """Keys that the kernel fetches at a time, and queries that it works on."""
 _KEY_BYTES, _QUERY_BYTES = 2 << 20, 5 << 20
 """The most that they take of the 16 MiB of vector memory that a program gets: the kernel holds two
 blocks of keys, and scores."""
 _MOST_TABLE_BYTES = 960 << 10
-"""Of the tables of a step, of 1 MiB of scalar memory, in which the kernel keeps them."""
+"""The kernel keeps the tables of a step in scalar memory, which has 1 MiB."""
 
 
 def can_hold(
