@@ -104,6 +104,7 @@ def test_any_dims(name, lhs, rhs, dims):
         assert jnp.linalg.norm(mine - theirs) < 0.1 * jnp.linalg.norm(theirs)
 
 
+@pytest.mark.rest("mesh", keep=3)
 @pytest.mark.parametrize("name", DOTS)
 @pytest.mark.parametrize(
     ("x", "w"),

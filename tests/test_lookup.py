@@ -61,6 +61,7 @@ def text_of(program):
     return text
 
 
+@pytest.mark.rest("mesh", keep=3)
 @pytest.mark.parametrize("rules", [sl.rules.STANDARD, sl.rules.SEQUENCE], ids=["standard", "seq"])
 @pytest.mark.parametrize("mesh", EXCHANGES)
 def test_value_and_gradient_are_those_of_one_device(mesh, rules, arguments):

@@ -45,6 +45,7 @@ def test_equals_optax_with_smoothed_labels(seed, smoothing):
     np.testing.assert_allclose(metrics["accuracy"].value, hits, rtol=RTOL)
 
 
+@pytest.mark.mesh
 def test_z_loss_is_the_squared_log_normaliser_and_has_its_gradient():
     logits, labels = example()
 

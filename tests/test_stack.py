@@ -165,6 +165,7 @@ def test_the_program_does_not_grow_with_the_depth():
     assert program_size(2) == program_size(16)
 
 
+@pytest.mark.mesh
 def test_the_program_grows_with_the_ranges_of_remat_and_not_with_their_layers():
     assert program_size(5, "0-1:full,2-:dots") == program_size(16, "0-11:full,12-:dots")
     # Neighbours under one policy are one range.

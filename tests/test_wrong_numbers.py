@@ -49,6 +49,7 @@ def test_rounding_does_not_explain_rows_that_are_permuted():
     assert result.rounding_error < 1e-4
 
 
+@pytest.mark.rest("mesh", keep=3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_seed_decides_a_program(seed):
     one, other = draw_program(seed), draw_program(seed)

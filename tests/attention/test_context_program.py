@@ -38,6 +38,7 @@ def compiled(mesh, length, *, heads=(8, 4, 4), segments=False, grad=True, **opti
     return jax.jit(run, out_shardings=shardings).lower(*arrays, ids).compile().as_text()
 
 
+@pytest.mark.rest("mesh", keep=2)
 @pytest.mark.parametrize(
     ("method", "order", "kinds"),
     [

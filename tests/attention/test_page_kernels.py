@@ -190,6 +190,7 @@ def test_keys_and_values_in_turn_are_read_as_those_apart(options):
         np.testing.assert_array_equal(keys[:, :, 1:, ..., number, :], of_heads[:, :, 1:])
 
 
+@pytest.mark.rest("mesh", keep=3)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=["even", "odd"])
 @pytest.mark.parametrize("longest", [583, 300], ids=["all pages", "first pages"])
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def expected(query, pages, layer, positions, tables, *, window=None, softcap=Non
     return out
 
 
+@pytest.mark.rest("mesh", keep=3)
 @pytest.mark.parametrize("reading", ["rows", "lanes", "all"])
 @pytest.mark.parametrize(
     ("layer", "options"),
@@ -156,6 +157,7 @@ def test_rows_see_the_keys_of_their_sequence(steps, layer, options, reading):
     check(found, pages, steps[:1], layer, options)
 
 
+@pytest.mark.rest("mesh", keep=2)
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "window": 3}])
 @pytest.mark.parametrize("reading", ["rows", "lanes"])
 def test_pages_by_head_give_the_same_bits(steps, reading, options, monkeypatch):

@@ -67,6 +67,7 @@ def write(path, examples):
     return str(path)
 
 
+@pytest.mark.mesh
 def test_a_prompt_of_a_chat_is_that_of_transformers(folder):
     """Control tokens of the template are tokens, in samples of a run as in served answers."""
     data = ChatData(tokenizer=str(folder), template=BARE)

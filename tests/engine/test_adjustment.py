@@ -87,6 +87,7 @@ def test_bits_do_not_depend_on_adjusted_company(served):
         assert [one.tokens for one in found] == [one.tokens for one in alone]
 
 
+@pytest.mark.mesh
 def test_answers_follow_their_grammars(speaking):
     grammars = [
         Grammar("json_schema", json.dumps(SCHEMA)),

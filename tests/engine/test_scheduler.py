@@ -179,6 +179,7 @@ def simulate(seed, num_requests, guesses=False, texts=False):
     return scheduler.num_preemptions, shared, machine.num_right
 
 
+@pytest.mark.rest("mesh", keep=2)
 @pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("texts", [False, True])
 def test_every_answer_is_right_in_any_company(guesses, texts):

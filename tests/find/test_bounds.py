@@ -35,8 +35,9 @@ def cut_as_the_mesh_says(price):
     return not price.name.startswith(("fsdp=", "rows over tensor"))
 
 
+@pytest.mark.rest("soak", keep=len(MAKES))
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("on", ["4xh100", "8xh100"])
+@pytest.mark.parametrize("on", ["8xh100", "4xh100"])
 def test_the_bound_of_a_mesh_is_never_above_its_answers(name, on):
     search, least = traced(name, on), traced(LEAST[name], on)
     for sizes in search.meshes():

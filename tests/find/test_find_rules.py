@@ -226,6 +226,7 @@ def test_given_rules_stay():
     assert cut_dims(found, "blocks/*/query/kernel") == ("fsdp", "tensor")
 
 
+@pytest.mark.mesh
 def test_the_report_names_rules_costs_and_memory():
     found = find(large)
     for text in (str(found), found.html()):
@@ -259,6 +260,7 @@ def test_channels_of_convolutions_are_cut():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "scanned"), [("fsdp=4,tensor=2", True), ("data=2,fsdp=2,tensor=2", False)]
 )
@@ -323,6 +325,7 @@ def test_names_of_ones_own_and_the_axis_of_a_loop():
     assert all(t.axes[0] == lengths for t in stacked)
 
 
+@pytest.mark.mesh
 def test_heads_of_flax_attention_have_their_name():
     def make(rngs):
         return nnx.MultiHeadAttention(32, 4096, decode=False, use_bias=False, rngs=rngs)

@@ -61,9 +61,10 @@ def test_a_mesh_with_context_needs_attention_that_shares_rows():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "kv_heads"),
-    [("fsdp=2,context=4", 1, 3), ("data=2,context=2,tensor=2", 2, 4)],
+    [("data=2,context=2,tensor=2", 2, 4), ("fsdp=2,context=4", 1, 3)],
 )
 def test_they_train_as_one_device(mesh, microbatches, kv_heads):
     make = functools.partial(named, kv_heads=kv_heads)
@@ -110,12 +111,13 @@ class Unnamed(LM):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "length"),
     [
-        ("fsdp=4,tensor=2", 512),
         ("fsdp=2,context=4", 4096),
-        pytest.param("fsdp=2,context=2,tensor=2", 4096, marks=pytest.mark.soak),
+        ("fsdp=4,tensor=2", 512),
+        ("fsdp=2,context=2,tensor=2", 4096),
     ],
 )
 def test_a_model_without_names_shares_rows_too(mesh, length):

@@ -131,8 +131,9 @@ def test_small_experts_stay_whole():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
-    ("mesh", "scanned", "microbatches"), [(MESHES[0], False, 1), (MESHES[1], True, 2)]
+    ("mesh", "scanned", "microbatches"), [(MESHES[1], True, 2), (MESHES[0], False, 1)]
 )
 def test_experts_train_as_one_device(mesh, scanned, microbatches):
     make = functools.partial(large, scanned=scanned)
@@ -188,6 +189,7 @@ def test_traffic_is_that_of_the_compiled_program_and_no_more_than_by_hand(mesh):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_sorted_dispatch_trains_as_one_device(mesh):
     """`jax.lax.ragged_dot` computes all rows on each device, and the weights are stored cut."""
@@ -209,6 +211,7 @@ NAMED = functools.partial(FAMILY.loss, train=True)
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(("mesh", "dispatch"), [(MESHES[0], "dropless"), (MESHES[1], "capacity")])
 def test_named_experts_keep_their_rule(mesh, dispatch):
     """Sizes of Mixtral 8x7B, whose rows a manual region sends."""

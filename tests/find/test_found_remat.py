@@ -35,6 +35,7 @@ def memory(kept, share=0.7):
     return RUNTIME + share * (kept.prices[0].memory_bytes - RUNTIME)
 
 
+@pytest.mark.mesh
 def test_nothing_is_recomputed_or_traced_where_everything_fits(kept):
     traced = []
 

@@ -61,9 +61,15 @@ def test_deep_models_with_few_rows_on_many_hosts_are_cut_into_stages():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.rest("soak", keep=2)
 @pytest.mark.parametrize(
-    ("mesh", "layers"), [("stage=2,fsdp=2,tensor=2", 4), ("stage=4,data=2", 6)]
+    ("name", "mesh", "layers"),
+    [
+        ("named", "stage=2,fsdp=2,tensor=2", 4),
+        ("unnamed", "stage=4,data=2", 6),
+        ("unnamed", "stage=2,fsdp=2,tensor=2", 4),
+        ("named", "stage=4,data=2", 6),
+    ],
 )
 def test_they_train_as_one_device(name, mesh, layers):
     """Also stages with unequally many layers."""

@@ -127,13 +127,14 @@ def test_small_parameters_keep_their_state_whole():
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "options"),
     [
-        ("data=8", 1, {"rows": 8, "length": 32, "memory_bytes": memory(13)}),
         ("data=2,fsdp=4", 4, {"rows": 128}),
+        ("data=8", 1, {"rows": 8, "length": 32, "memory_bytes": memory(13)}),
     ],
-    ids=["stage 1", "stage 2"],
+    ids=["stage 2", "stage 1"],
 )
 def test_they_train_as_one_device(mesh, microbatches, options):
     found = find(mesh=mesh, microbatches=microbatches, **options)

@@ -102,6 +102,7 @@ def test_small_models_are_given_for_each_rematerialisation():
             sl.testing.verified_rules(makes(), **options)
 
 
+@pytest.mark.mesh
 def test_small_models_are_trained_on_one_device_before_a_search(monkeypatch):
     monkeypatch.setattr(verified, "find_rules", lambda *_, **__: pytest.fail("it searched"))
 

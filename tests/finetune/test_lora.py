@@ -221,7 +221,8 @@ class Flax(nnx.Module):
         return self.head(jax.nn.gelu(self.up(self.mix(x))))
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("dora", [False, True])
 def test_layers_of_flax_keep_their_dtype_and_merge(dora):
     net, tokens = Flax(nnx.Rngs(0)), jnp.arange(12).reshape(2, 6)

@@ -170,7 +170,8 @@ def test_biases_are_balanced_in_a_training(batch):
     assert np.abs(bias).max() > 0.02
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("policy", ["bf16", "bf16_params"])
 def test_router_biases_keep_small_steps(policy, batch):
     """Next to 1, bfloat16 has no number nearer than 0.004."""

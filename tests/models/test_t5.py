@@ -159,6 +159,7 @@ def prompts():
     return tokens, (jnp.arange(10)[None] < sizes[:, None]).astype(jnp.int32)
 
 
+@pytest.mark.mesh
 @pytest.mark.rest("soak")
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "remat": "full"}], ids=str)
 def test_cached_steps_equal_the_whole_answer(options):
@@ -175,6 +176,7 @@ def test_cached_steps_equal_the_whole_answer(options):
     assert len(np.unique(out[:, 10:])) > 3
 
 
+@pytest.mark.mesh
 def test_sampling_depends_on_the_key():
     def run(**options):
         return generate(*made(), *prompts(), length=8, **options)

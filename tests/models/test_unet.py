@@ -62,7 +62,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize(("size", "parameters"), PUBLISHED.items())
 def test_published_numbers_of_parameters(size, parameters):
     config = FAMILY.config(**FAMILY.sizes[size])

@@ -42,7 +42,8 @@ def without_biases(tree):
     return {"layers": {"moe": moe, "norm": tree["layers"]["norm"]}}
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     "inner",
     [

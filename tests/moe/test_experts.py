@@ -155,7 +155,8 @@ def test_one_busy_expert_loses_nothing(arguments):
     assert_close((y, found), (wanted, expected))
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_inside_of_a_region_over_stages(dispatch, arguments, on_one_device):
     """As a pipeline does: stages run the layer at different times, or not at all."""

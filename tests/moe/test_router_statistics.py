@@ -55,6 +55,7 @@ def balance_by_loop(routing, mask):
     return EXPERTS * np.sum(f * p.mean(axis=0, dtype=np.float64))
 
 
+@pytest.mark.mesh
 def test_load_balancing_over_the_tokens_that_count():
     routing, mask = random_routing(), random_mask()
     stats = router_stats(routing, all_kept(routing), mask=mask)

@@ -69,7 +69,7 @@ WAYS = {
 }
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train(way):
     mesh, placed, options = WAYS[way]

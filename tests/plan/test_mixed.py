@@ -347,6 +347,7 @@ def shardlib(capfd, *words):
     return exited.value.code, out, err
 
 
+@pytest.mark.mesh
 def test_the_command(capfd, file):
     code, out, _ = shardlib(capfd, "plan", file, "--on", EIGHT, "--json")
     assert code == 0
@@ -372,6 +373,7 @@ def traced(family, config, data, batch):
     )
 
 
+@pytest.mark.mesh
 def test_a_traced_model_is_planned():
     config = transformer.FAMILY.config(
         num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=4, mlp_dim=128, vocab_size=256

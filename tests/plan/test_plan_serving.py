@@ -108,6 +108,7 @@ def test_bytes_of_fewer_heads_than_devices(tensor):
     assert served.page_bytes(Layout(tensor=tensor), 8) * 4 == held(pages)
 
 
+@pytest.mark.rest("mesh", keep=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_of_the_traced_step(name):
     config = config_of(name)

@@ -143,6 +143,7 @@ def test_pixels_of_a_folder(place, tmp_path):
         write_pixels(tmp_path, mean=[0.5], std=[0.5], size=8, channels=3)
 
 
+@pytest.mark.mesh
 def test_given_scales_and_another_tokenizer(place, tmp_path):
     base = f"model.init_from={place / 'base'}"
     config = config_of(place, tmp_path / "run", base, "data.mean=[0.5]", "data.std=[0.5]")

@@ -328,6 +328,7 @@ def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
     assert (facts["cluster"], facts["mesh"]) == ("cpu:8", {"fsdp": 8})
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("overrides", "partition"),
     [

@@ -121,6 +121,7 @@ def test_nan_in_a_part_is_the_extreme_of_the_whole(case):
     assert metrics["id"] == ROWS - 1
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "stage=2,data=2,tensor=2"])
 def test_an_evaluation_step_reports_the_same(mesh, expected):
     sums = sl.make_eval_step(loss_fn)(start(mesh), BATCH)

@@ -73,7 +73,8 @@ def alone():
     return students("data=1")
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
