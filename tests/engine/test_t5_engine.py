@@ -95,7 +95,7 @@ def bits(answers):
 @pytest.fixture(scope="module")
 def together(served):
     with jax.default_matmul_precision("highest"):
-        return bits(answers(Engine(served, **EXACT), asked_of(24)))
+        return bits(answers(Engine(served, **EXACT), asked_of(16)))
 
 
 @pytest.mark.mesh
@@ -111,7 +111,7 @@ def together(served):
 )
 def test_bits_do_not_depend_on_the_company(served, together, options):
     engine = Engine(served, **(EXACT | options))
-    assert bits(answers(engine, asked_of(24))) == together
+    assert bits(answers(engine, asked_of(16))) == together
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == ("pages" in options)
     assert (stats.right_tokens > 0) == ("speculate" in options)
@@ -122,7 +122,7 @@ def test_bits_do_not_depend_on_the_company(served, together, options):
 
 @pytest.mark.mesh
 def test_bits_are_those_of_a_request_alone_and_after_a_failed_step(served, together, monkeypatch):
-    engine, asked = Engine(served, **EXACT), asked_of(24)
+    engine, asked = Engine(served, **EXACT), asked_of(16)
     assert [bits(answers(engine, [one]))[0] for one in asked[:4]] == together[:4]
     requests = [engine.submit(*one) for one in asked[:6]]
     for _ in range(5):
@@ -137,6 +137,7 @@ def test_bits_are_those_of_a_request_alone_and_after_a_failed_step(served, toget
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("mesh", ["data=4,tensor=2", "fsdp=8"])
 def test_tokens_on_a_mesh_are_those_of_one_device(served, mesh):
     asked = prompts(6)

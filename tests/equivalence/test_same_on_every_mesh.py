@@ -31,6 +31,7 @@ SOAK = {
     "unet data=8",
     "unet tensor=8",
     "unet fsdp=4,tensor=2 2 microbatches",
+    "unet data=2,context=2,tensor=2 sequence",
     "unet data=2x2,fsdp=2 zero2",
     "transformer fsdp=8 zero2",
     "transformer data=2,fsdp=4",
