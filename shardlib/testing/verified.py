@@ -90,10 +90,13 @@ class VerifiedRules(Report):
     Attributes:
         check: The check of the rules.
         others: The checks of rules that were refused or slower, in order.
+        uncompared: Why a searched answer was not compared with `fsdp` alone; empty if it was, or
+            if nothing was searched.
     """
 
     check: Check
     others: tuple[Check, ...] = ()
+    uncompared: str = ""
 
     @property
     def found(self) -> FoundRules:
@@ -121,6 +124,8 @@ class VerifiedRules(Report):
         ]
         if rows:
             yield Table("rules that were tried before", ("rules for", "refused", "step>"), rows)
+        if self.uncompared:
+            yield f"not compared with fsdp alone: {self.uncompared}"
 
 
 def verified_rules(
@@ -243,13 +248,15 @@ class _Verifier:
         alone = f"fsdp={devices}"
         rows = jax.tree.leaves(self.asked["batch"])[0].shape[0]
         parts = devices * check.found.microbatches
-        searched = self.asked.get("mesh") is None and check.found.mesh_text != alone
-        if not searched or rows % parts:
+        if self.asked.get("mesh") is not None or check.found.mesh_text == alone:
             return VerifiedRules(check, tuple(refused))
+        if rows % parts:
+            why = f"{parts} parts do not divide {rows} rows"
+            return VerifiedRules(check, tuple(refused), why)
         try:
             other = self.check(find_rules(self.make, **{**self.asked, "mesh": alone}))
-        except (DoesNotFitError, ModelError, PartitionError):
-            return VerifiedRules(check, tuple(refused))
+        except (DoesNotFitError, ModelError, PartitionError) as error:
+            return VerifiedRules(check, tuple(refused), str(error).splitlines()[0])
         pair = [check, other]
         if not other.refused and other.seconds and check.seconds:
             pair.sort(key=lambda one: one.seconds or math.inf)

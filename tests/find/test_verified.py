@@ -161,7 +161,11 @@ def test_a_verified_answer_is_kept_where_fsdp_has_none(error, found, monkeypatch
     monkeypatch.setattr(verified, "find_rules", find)
     monkeypatch.setattr(verified._Verifier, "check", lambda _, found: Check(found, 1, {}, 1.0))
     options = {key: OPTIONS[key] for key in OPTIONS if key not in ("small", "mesh")}
-    assert sl.testing.verified_rules(large, **options).found is found
+    verified_rules = sl.testing.verified_rules(large, **options)
+    assert verified_rules.found is found
+    assert f"not compared with fsdp alone: {error}" in str(verified_rules)
+    verified_rules = sl.testing.verified_rules(large, **options | {"batch": shapes(12, 512)})
+    assert "not compared with fsdp alone: 8 parts do not divide 12 rows" in str(verified_rules)
 
 
 def test_less_memory_and_forbidden_answers_reach_every_search(found, monkeypatch):
