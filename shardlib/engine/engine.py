@@ -242,8 +242,15 @@ class Engine:
             )
         now = time.monotonic()
         deadline = None if timeout_seconds is None else now + timeout_seconds
-        stream = None if self.tokenizer is None else TextStream(self._decoded, sampling.stop)
-        return Request(sequence, stream, deadline, submitted_at=now)
+        return Request(sequence, self._stream(sequence), deadline, submitted_at=now)
+
+    def _stream(self, sequence: SequenceState) -> TextStream | None:
+        """Returns the text of an answer, if the model has a tokenizer. It continues the prompt,
+        unless an encoder has read that."""
+        if self.tokenizer is None:
+            return None
+        before = () if self._encoder is not None else sequence.prompt
+        return TextStream(self._decoded, sequence.sampling.stop, before)
 
     def _framed(self, tokens: tuple[int, ...], sampling: Sampling) -> tuple[tuple[int, ...], int]:
         """Returns the prompt of a sequence, and how many of its tokens an encoder reads."""

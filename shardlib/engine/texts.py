@@ -2,19 +2,33 @@
 
 from collections.abc import Callable, Sequence
 
-_UNFINISHED = "�"
+UNFINISHED = "�"
+"""What a tokenizer writes for bytes that are no character."""
+_MOST_BEFORE = 5
+"""Tokens before an answer that may change how its first one is written."""
 
 
 class TextStream:
-    """The text of an answer."""
+    """The text of an answer.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+    Args:
+        decode: Returns the text of tokens.
+        stop: Texts that end the answer.
+        before: The tokens before the answer, whose text it continues.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+    ):
         self._decode, self._stop = decode, tuple(stop)
         self._longest = max(map(len, self._stop), default=1) - 1
-        self._tokens: list[int] = []
+        self._tokens = list(before[-_MOST_BEFORE:])
         # The text of tokens before `_start` is final. Those up to `_read` are shown, and stay as
         # context: a tokenizer may write a first token differently from a later one.
-        self._start = self._read = 0
+        self._start, self._read = 0, len(self._tokens)
         self.text = ""
         """All text that is known."""
         self.num_shown = 0
@@ -25,7 +39,7 @@ class TextStream:
         """Adds a token; returns whether a stop text is complete, which ends the answer."""
         self._tokens.append(token)
         new = self._new_text()
-        if new.endswith(_UNFINISHED):
+        if new.endswith(UNFINISHED):
             return False
         self._start, self._read = self._read, len(self._tokens)
         return self._extend(new)

@@ -275,7 +275,9 @@ class FoundRules(Report):
             cuts = [_joined(table.get(name)) for table in tables]
             if any(cuts):
                 patterns = [path for path, axes in self.rules.paths if name in axes]
-                yield name, str(self._sizes[name]), *(cut or "-" for cut in cuts), _some(patterns)
+                # `attend` asks for `kv_heads` by name, which may be no axis of a tensor.
+                number = str(self._sizes.get(name, "-"))
+                yield name, number, *(cut or "-" for cut in cuts), _some(patterns)
 
     def _whole(self) -> list[str]:
         cut = {

@@ -187,7 +187,7 @@ _NAMES = """
 """
 ELEMENTWISE = frozenset(_NAMES.split())
 """Primitives that compute each element from the elements at the same position."""
-_UNARY_LINEAR = frozenset({"convert_element_type", "copy", "copy_p", "imag", "name", "neg", "real"})
+_UNARY_LINEAR = frozenset({"convert_element_type", "copy", "copy_p", "name", "neg"})
 
 
 def _elementwise(operation: Operation) -> Factors | None:
@@ -258,6 +258,6 @@ def _linearity(operation: Operation) -> Linear:
         return "each"
     if name == "div":
         return "first"
-    # A sum sends fewer bytes before it is widened. If narrowed first, its terms would be rounded.
-    same = out.itemsize == first.itemsize
-    return "first" if name in _UNARY_LINEAR and same else "no"
+    # A sum sends fewer bytes before it is widened. In a dtype of fewer bits or a smaller range its
+    # terms would be rounded, or overflow.
+    return "first" if name in _UNARY_LINEAR and out == first else "no"

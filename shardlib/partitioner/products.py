@@ -33,6 +33,8 @@ def dot_general(operation: Operation) -> Factors:
             if factor is None:
                 operand[dim] = factors.new(shape[dim])
                 result.append(operand[dim])
+    if operation.outvars[0].aval.dtype == bool:
+        sums = dict.fromkeys(sums, "or")
     operands, flops = tuple(map(tuple, dims)), 2.0 * math.prod(factors)
     return Factors(operands, (tuple(result),), tuple(factors), sums, flops)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from shardlib.data.records import json_lines
 from shardlib.engine import Completion, EngineStats, Request, Sampling
 from shardlib.engine.arguments import Prompt
-from shardlib.errors import DataError, ModelError, ShardlibError, require
+from shardlib.errors import DataError, MissingExtraError, ModelError, ShardlibError, require
 from shardlib.serve.bodies import Asked, BodyError, Speaker, parse
 from shardlib.serve.responses import response
 
@@ -102,14 +102,16 @@ def answer_batch(
         progress: Called with the rows that have a response, and all rows.
 
     Raises:
-        DataError: If rows are malformed or share an id, if `out` has responses to other rows, or
-            cannot be written; before anything is computed.
+        DataError: If rows are malformed or share an id, if `out` has responses to other rows, is
+            being written by another process, or cannot be written; before anything is computed.
+            Also if a response cannot be written later.
     """
     source, out = Path(source), Path(out)
     ids = _checked_ids(source)
-    done, failed = _responses(out, ids)
-    start, card = time.monotonic(), BatchCard(len(ids), failed)
+    start = time.monotonic()
     with _opened(out) as file:
+        done, failed = _responses(out, ids)
+        card = BatchCard(len(ids), failed)
         work = _Work(engine, speaker, file, card)
         rows = (row for row in _rows(source) if row["custom_id"] not in done)
         try:
@@ -162,7 +164,7 @@ class _Work:
             for prompt in asked.prompts:
                 for sampling in asked.samplings:
                     requests.append(self.engine.submit(prompt, sampling))
-        except (BodyError, ModelError) as error:
+        except (BodyError, ModelError, MissingExtraError) as error:
             self._refuse(name, requests, error)
             return
         self.waiting[name] = asked, requests
@@ -213,15 +215,40 @@ class _Work:
             raise DataError(
                 f"a response cannot be written to {self.file.name}: {error.strerror}.\n"
                 "  Make room, and repeat the command: it goes on with the rows that are left."
-            ) from None
+            ) from error
         self.card.answered += 1
 
 
 def _opened(out: Path) -> FileIO:
+    """Returns a file to append to, which is this process's alone."""
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out} is not a file.\n  Name a file for the responses.")
     try:
-        return out.open("ab", buffering=0)
+        file = out.open("ab", buffering=0)
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror}.\n  Name another.") from None
+        raise DataError(f"{out} cannot be written: {error.strerror}.\n  Name another.") from error
+    try:
+        _lock(file)
+    except BlockingIOError:
+        file.close()
+        raise DataError(
+            f"another process writes responses to {out}.\n  Wait for its end, or name another file."
+        ) from None
+    return file
+
+
+def _lock(file: FileIO) -> None:
+    """Raises `BlockingIOError` if another process holds the file."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # Some network file systems have no locks.
+        return
 
 
 def fault_of_source(source: str | Path) -> str | None:
@@ -330,10 +357,6 @@ def _responses(out: Path, ids: set[str]) -> tuple[set[str], int]:
     Raises:
         DataError: If the file has lines that do not respond to these rows.
     """
-    if not out.exists():
-        return set(), 0
-    if not out.is_file():
-        raise DataError(f"{out} is not a file.\n  Name a file for the responses.")
     data = out.read_bytes()
     end = data.rfind(b"\n") + 1
     try:

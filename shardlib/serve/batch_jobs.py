@@ -23,6 +23,8 @@ _LATER = 1
 _STEP_SECONDS = 0.05
 """Longest wait for a step of the engine."""
 _REPORT_SECONDS = 0.5
+_RETRY_SECONDS = 10
+"""Time after which a batch goes on whose files could not be written."""
 
 
 class _BatchStoppedError(Exception):
@@ -89,15 +91,34 @@ class BatchJobs:
     def _run(self) -> None:
         while (identity := self._queue.get()) is not None and not self._stopping.is_set():
             try:
-                self._answer(identity)
+                self._try(identity)
             except _BatchStoppedError:
                 return
             except EngineStoppedError:
                 _LOG.error("%s stopped with the engine; the next start goes on with it.", identity)
                 return
-            except Exception as error:
-                _LOG.exception("%s has failed.", identity)
-                self._end(identity, "failed", error)
+            except OSError as error:
+                _LOG.error("%s goes on in %d seconds: %s.", identity, _RETRY_SECONDS, error)
+                self._stopping.wait(_RETRY_SECONDS)
+                self._queue.put(identity)
+
+    def _try(self, identity: str) -> None:
+        """Answers a batch. One that cannot be answered ends as failed.
+
+        Raises:
+            OSError: If its files cannot be written, as on a full disk.
+        """
+        try:
+            self._answer(identity)
+        except (_BatchStoppedError, EngineStoppedError, OSError):
+            raise
+        except ShardlibError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            self._end(identity, "failed", error)
+        except Exception as error:
+            _LOG.exception("%s has failed.", identity)
+            self._end(identity, "failed", error)
 
     def _answer(self, identity: str) -> None:
         batch = self.store.get(identity, "batch")
@@ -118,11 +139,6 @@ class BatchJobs:
             if self._stopping.is_set():
                 raise
             self._end(identity, "cancelled")
-            return
-        except EngineStoppedError:
-            raise
-        except ShardlibError as error:
-            self._end(identity, "failed", error)
             return
         counts = {"total": card.rows, "completed": card.rows - card.failed, "failed": card.failed}
         self._end(identity, "completed", counts=counts)

@@ -402,6 +402,10 @@ def _sampling(
             f"stop has {len(stop)} texts of up to {longest} characters.\n"
             f"  Give at most {MOST_STOPS}, of at most {_LONGEST_STOP} characters."
         )
+    scores_prompt = given.get("echo", False) and logprobs is not None
+    # Who asks for one token after the scores of a prompt wants the scores, and leaves the token
+    # out of them, whether or not it ends the text: lm-eval does.
+    is_scored_alone = scores_prompt and most == 1 and grammar is None
     return Sampling(
         max_tokens=most,
         temperature=given.get("temperature", 1.0),
@@ -411,14 +415,14 @@ def _sampling(
         seed=(given["seed"] + choice) % 2**32 if "seed" in given else _seed(given, choice),
         stop=stop,
         stop_tokens=tuple(given.get("stop_token_ids", ())),
-        ignore_end=given.get("ignore_eos", False),
+        ignore_end=given.get("ignore_eos", False) or is_scored_alone,
         logprobs=logprobs,
         presence_penalty=given.get("presence_penalty", 0.0),
         frequency_penalty=given.get("frequency_penalty", 0.0),
         logit_bias=_bias(given.get("logit_bias", {})),
         grammar=grammar,
         adapter=adapter,
-        prompt_logprobs=given.get("echo", False) and logprobs is not None,
+        prompt_logprobs=scores_prompt,
     )
 
 

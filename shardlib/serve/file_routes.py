@@ -50,7 +50,8 @@ def _add_files(app: FastAPI, kept: Any, found: Any, most_bytes: int) -> None:
     async def upload(request: Request) -> Response:
         store = kept().store
         length = request.headers.get("content-length", "")
-        if not length.isdecimal():
+        # In chunks a body may be longer than its header says.
+        if not length.isdecimal() or "transfer-encoding" in request.headers:
             raise ApiError(411, "the length is not given.\n  Send Content-Length.")
         if int(length) > most_bytes:
             raise too_large(most_bytes)
@@ -61,11 +62,14 @@ def _add_files(app: FastAPI, kept: Any, found: Any, most_bytes: int) -> None:
                     400,
                     f"the form has no file, or no purpose of {', '.join(_PURPOSES)}.\n  Send both.",
                 )
-            identity = store.new_id("file")
-            with store.content(identity).open("wb") as target:
-                await asyncio.to_thread(shutil.copyfileobj, file.file, target)
-            name = file.filename or "file.jsonl"
-            added = await asyncio.to_thread(store.add_file, name, str(purpose), identity)
+            identity, name = store.new_id("file"), file.filename or "file.jsonl"
+            try:
+                with store.content(identity).open("wb") as target:
+                    await asyncio.to_thread(shutil.copyfileobj, file.file, target)
+                added = await asyncio.to_thread(store.add_file, name, str(purpose), identity)
+            except BaseException:  # No client knows its id, to delete it.
+                store.delete(identity)
+                raise
         return JsonResponse(added)
 
     @app.get("/v1/files", responses=RESPONSES)

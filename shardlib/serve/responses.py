@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardlib.engine import Completion, Token
+from shardlib.engine.texts import UNFINISHED
 from shardlib.serve.bodies import CHAT, EMBEDDINGS, Asked, Speaker
 from shardlib.serve.tool_calls import ToolCall, ToolReader, split_calls
 
@@ -130,7 +131,9 @@ def echoed(
 def _chat_logprob(token: Token, speaker: Speaker) -> dict[str, Any]:
     def entry(number: int, logprob: float) -> dict[str, Any]:
         text = speaker.decode([number])
-        return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode())}
+        # A token that is a part of a character decodes to a mark, whose bytes are not its own.
+        known = None if UNFINISHED in text else list(text.encode())
+        return {"token": text, "logprob": _shown(logprob), "bytes": known}
 
     top = [entry(*pair) for pair in token.top]
     return entry(token.id, token.logprob) | {"top_logprobs": top}

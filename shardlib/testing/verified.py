@@ -15,6 +15,7 @@ from shardlib.errors import (
     DataError,
     DoesNotFitError,
     MeshError,
+    MissingExtraError,
     ModelError,
     PartitionError,
     RuleError,
@@ -266,6 +267,11 @@ class _Verifier:
         """Returns the check of rules."""
         try:
             report = self._compiled(found)
+        except MissingExtraError:
+            raise
+        except DoesNotFitError as error:
+            refused = str(error).splitlines()[0]
+            return Check(found, error.needed_bytes, {}, None, refused=refused)
         except (ShardlibError, jax.errors.JaxRuntimeError) as error:
             return Check(found, 0, {}, None, refused=str(error).splitlines()[0])
         peak = report.memory.peak_bytes + int(RUNTIME_BYTES[self.cluster.platform])

@@ -51,3 +51,19 @@ def test_bytes_that_complete_no_character_leave_the_ones_before_as_they_are():
     for token in (*(1 + byte for byte in "é€".encode()), 1 + "€".encode()[0], len(words) - 1):
         stream.add(token)
     assert stream.shown() == "é€�a"
+
+
+def test_the_first_token_is_written_as_one_that_follows_the_prompt():
+    """Tokenizers of Llama 2 drop the first space of a text."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {"▁Paris": 0, "▁is": 1, "▁▁▁▁": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="▁is"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    for before, text in (((0,), "     is Paris"), ((), "    is Paris")):
+        stream = TextStream(lambda ids: tokenizer.decode(list(ids)), before=before)
+        for token in (2, 1, 0):
+            stream.add(token)
+        assert stream.shown() == text

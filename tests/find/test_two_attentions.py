@@ -54,6 +54,7 @@ def test_heads_are_cut_wherever_they_divide():
     found = find(functools.partial(TwoKinds, dim=384), microbatches=1)
     activations = dict(found.rules.activations)
     assert activations["heads"] == activations["kv_heads"] == (("tensor",), ())
+    assert "kv_heads" in str(found)
 
 
 def test_attention_that_asks_to_share_rows_of_two_lengths_is_refused():

@@ -105,3 +105,18 @@ def test_one_number_as_the_bits_of_several(mesh):
         got = jax.jit(sl.partitioned(fn, (P("data"),), (P(("data", "tensor")), P())))(numbers(8))
     for a, b in zip(got, fn(jnp.asarray(numbers(8))), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_products_of_booleans_say_whether_any_pair_holds(mesh):
+    x = np.random.default_rng(0).random((8, 8)) < 0.6
+
+    def fn(x):
+        both = x @ x.T
+        return both, ~both, both.astype(np.float32) * 3, jnp.any(both, 0)
+
+    same(mesh, fn, (P(None, ("data", "fsdp")),), x)
+
+
+def test_sums_are_taken_before_another_16_bit_dtype_overflows_or_rounds(mesh):
+    x = jnp.asarray([[70_000], [-70_000]] * 4, jnp.bfloat16)
+    same(mesh, lambda x: jnp.sum(x, 0).astype(jnp.float16), (P(ALL),), x)

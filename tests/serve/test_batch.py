@@ -1,9 +1,11 @@
 """`shardlib batch`: each row has one response, whatever stops it on the way."""
 
+import fcntl
 import json
 import os
 import re
 import resource
+import sys
 
 import pytest
 from byte_decoder import SPEAKER, new_engine
@@ -149,6 +151,30 @@ def test_a_full_disk_loses_no_response(engine, whole, tmp_path):
     assert 0 < before < 18
     assert answer_batch(source, out, engine, SPEAKER).answered == 18 - before
     assert responses(out).keys() == whole.keys()
+
+
+def test_one_process_writes_a_file_of_responses(engine, whole, tmp_path):
+    source, out = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    with out.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"another process writes .*out\.jsonl.*\n  Wait for"):
+            answer_batch(source, out, engine, SPEAKER)
+    assert not out.read_bytes()
+    answer_batch(source, out, engine, SPEAKER)
+    assert responses(out).keys() == whole.keys()
+
+
+def test_a_row_that_needs_an_absent_extra_is_refused_alone(engine, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    form = {"type": "json_object"}
+    rows = [row("form", {"prompt": "a", "response_format": form, "max_tokens": 2}), ROWS[0]]
+    card = answer_batch(
+        written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", new_engine(), SPEAKER
+    )
+    assert (card.answered, card.refused) == (2, 1)
+    refused = responses(tmp_path / "out.jsonl")["form"]
+    assert refused["status_code"] == 400
+    assert "grammar" in refused["body"]["error"]["message"]
 
 
 def test_requests_of_parquet(engine, tmp_path):

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import resource
 import time
 
 import openai
 import pytest
 from byte_decoder import client, serving, wait_until
 
+from shardlib.serve import batch_jobs
 from shardlib.serve.file_store import FileStore
 
 ROWS = [
@@ -38,6 +40,17 @@ def official(folder):
         service, address = stack.enter_context(serving(files=folder))
         options = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0}
         yield stack.enter_context(openai.OpenAI(**options)), service, address
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file of this process grows beyond 3,000 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def ended(one, batch):
@@ -107,6 +120,35 @@ def test_batches_that_end_otherwise(tmp_path):
             for path in ("files/file-1", "files/..%2fsecret/content", "batches/batch-1"):
                 assert http.get(f"/v1/{path}").status_code == 404
             assert http.post("/v1/files", data={"purpose": "batch"}).status_code == 400
+
+
+@pytest.mark.process
+def test_a_batch_goes_on_once_a_full_disk_has_room(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(batch_jobs, "_RETRY_SECONDS", 0.2)
+    with official(tmp_path) as (one, service, _):
+        with full_disk():
+            batch = batched(one, ROWS[:20])
+            wait_until(lambda: caplog.text.count("goes on in") >= 2)
+            assert one.batches.retrieve(batch.id).status == "in_progress"
+        found = ended(one, batch)
+        assert found.status == "completed"
+        written = one.files.content(found.output_file_id).text
+        answered = [json.loads(line) for line in written.splitlines()]
+        assert len({row["custom_id"] for row in answered}) == len(answered) == 20
+        assert service.thread.stats.pages_used == 0
+
+
+@pytest.mark.process
+def test_an_upload_that_fails_leaves_nothing(tmp_path):
+    both = {"content-length": "5", "transfer-encoding": "chunked"}
+    with official(tmp_path) as (_, _, address):
+        with client(address) as http:
+            assert http.post("/v1/files", headers=both, content=b"12345678").status_code == 411
+        with full_disk(), client(address) as http:
+            file = {"file": ("in.jsonl", lines(ROWS))}
+            sent = http.post("/v1/files", files=file, data={"purpose": "batch"})
+            assert sent.status_code == 500
+        assert not list(tmp_path.iterdir())
 
 
 def listed(pages):

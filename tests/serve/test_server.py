@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import openai
 import pytest
-from byte_decoder import SPEAKER, Served, client, new_engine, serving, wait_until
+from byte_decoder import SPEAKER, TEXT, Served, client, new_engine, serving, wait_until
 from flax import nnx
 
 from shardlib.engine import Engine
@@ -414,6 +414,11 @@ def test_prompts_are_repeated_with_their_log_probabilities(official, engine):
     only = official.completions.create(max_tokens=0, **asked)
     assert (only.choices[0].text, only.usage.completion_tokens) == ("bcd", 0)
     assert len(only.choices[0].logprobs.tokens) == 3
+    # They leave out the last token, also where it would end the text.
+    ends = {"logit_bias": {str(TEXT.eot): 100}}
+    last = official.completions.create(max_tokens=1, temperature=0, **ends, **asked).choices[0]
+    assert last.logprobs.token_logprobs[:3] == found.logprobs.token_logprobs[:3]
+    assert len(last.logprobs.tokens) == 4
 
 
 @pytest.mark.soak
