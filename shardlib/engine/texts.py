@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"
-"""What a tokenizer writes for bytes that complete no character."""
+"""The mark that a tokenizer writes for the bytes of an incomplete character."""
 _MOST_BEFORE = 5
 """Tokens before an answer that may change how its first one is written."""
 

@@ -24,7 +24,7 @@ _STEP_SECONDS = 0.05
 """Longest wait for a step of the engine."""
 _REPORT_SECONDS = 0.5
 _RETRY_SECONDS = 10
-"""Time after which a batch goes on whose files could not be written."""
+"""Wait before a batch whose files could not be written goes on."""
 
 
 class _BatchStoppedError(Exception):

@@ -403,8 +403,8 @@ def _sampling(
             f"  Give at most {MOST_STOPS}, of at most {_LONGEST_STOP} characters."
         )
     scores_prompt = given.get("echo", False) and logprobs is not None
-    # Who asks for one token after the scores of a prompt wants the scores, and leaves the token
-    # out of them, whether or not it ends the text: lm-eval does.
+    # Harnesses such as lm-eval ask for one token after the prompt and drop the last score. So the
+    # token is kept even if it ends the text.
     is_scored_alone = scores_prompt and most == 1 and grammar is None
     return Sampling(
         max_tokens=most,

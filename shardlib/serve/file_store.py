@@ -70,9 +70,9 @@ class FileStore:
         return sorted(filter(None, found), key=lambda one: (-one["created_at"], one["id"]))
 
     def delete(self, identity: str) -> None:
-        """Removes a file."""
-        for path in (self.folder / f"{identity}.json", self.content(identity)):
-            path.unlink(missing_ok=True)
+        """Removes a file, also one that is written in part."""
+        for suffix in ("json", "part", "content"):
+            (self.folder / f"{identity}.{suffix}").unlink(missing_ok=True)
 
     def add_file(self, name: str, purpose: str, identity: str | None = None) -> dict[str, Any]:
         """Writes the object of a file whose content is written, and returns it."""

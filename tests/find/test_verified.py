@@ -10,7 +10,13 @@ from flax import nnx
 from unannotated_lm import LM, Recomputed, batch, loss, shapes
 
 import shardlib as sl
-from shardlib.errors import ConfigError, DoesNotFitError, ModelError, PartitionError
+from shardlib.errors import (
+    ConfigError,
+    DoesNotFitError,
+    MissingExtraError,
+    ModelError,
+    PartitionError,
+)
 from shardlib.explain.aot.compile import compile_step
 from shardlib.testing import verified
 from shardlib.testing.verified import Check, VerifiedRules
@@ -185,3 +191,31 @@ def test_less_memory_and_forbidden_answers_reach_every_search(found, monkeypatch
         sl.testing.verified_rules(large, **asked)
     less = verified._MARGIN * 1_000
     assert searches == [(2_000, [found]), (less, [found]), (less, [found, found])]
+
+
+def test_a_step_too_large_to_compile_is_solved_again_with_less_memory(found, monkeypatch):
+    searches = []
+
+    def find(*_, **options):
+        searches.append(options["memory_bytes"])
+        return found
+
+    def compiled(*_):
+        raise DoesNotFitError("it does not fit", 4_000)
+
+    monkeypatch.setattr(verified, "find_rules", find)
+    monkeypatch.setattr(verified._Verifier, "_compiled", compiled)
+    asked = OPTIONS | {"small": None, "memory_bytes": 2_000, "tries": 2}
+    with pytest.raises(PartitionError, match="it does not fit"):
+        sl.testing.verified_rules(large, **asked)
+    assert searches == [2_000, verified._MARGIN * 1_000]
+
+
+def test_a_compiler_that_is_not_installed_is_no_fault_of_the_rules(found, monkeypatch):
+    def compiled(*_):
+        raise MissingExtraError("install shardlib[tpu]")
+
+    monkeypatch.setattr(verified, "find_rules", lambda *_, **__: found)
+    monkeypatch.setattr(verified._Verifier, "_compiled", compiled)
+    with pytest.raises(MissingExtraError, match="shardlib"):
+        sl.testing.verified_rules(large, **OPTIONS | {"small": None})
