@@ -193,7 +193,8 @@ class Engine:
         Args:
             prompt: A text, or token ids.
             sampling: How the answer is drawn, and where it ends.
-            priority: Requests with a lower one are served first.
+            priority: Requests with a lower one are served first, and take the place of running
+                ones.
             timeout_seconds: The time after which the answer ends as it is; for one process.
             options: Fields of `Sampling`, in place of it.
 

@@ -169,13 +169,14 @@ class OpenRequests:
         if token in sequence.stops:
             self._finish(request, "stop")
             return
+        offset = 0 if request.stream is None else len(request.stream.text)
         try:
             is_stopped = request.stream is not None and request.stream.add(token)
         except Exception as error:
             self.fail(sequence, error)
             return
         scored = _token(drawn, row, token, sequence.sampling)
-        request.tokens.append(dataclasses.replace(scored, version=version))
+        request.tokens.append(dataclasses.replace(scored, version=version, text_offset=offset))
         # The token of a request for its embedding alone is nobody's.
         is_embedding = sequence.sampling.embedding and sequence.max_tokens == 1
         self.counts["answer"] += not is_embedding

@@ -98,6 +98,8 @@ class Scheduler:
         """The last sequence that was admitted, and how many tokens of its answer were known."""
         self._careful_until = 0
         """Sequences up to this number may break a step, and are admitted one at a time."""
+        self._is_blocked = False
+        """Whether the first waiting sequence found no slot, or no pages, in the last step."""
 
     @property
     def suspect(self) -> SequenceState | None:
@@ -202,6 +204,7 @@ class Scheduler:
 
     def plan(self) -> EngineStep | None:
         """Returns the next step; None if there is nothing to compute until a token is known."""
+        self._make_way()
         decodes = [list(self._decodes(group)) for group in self._groups]
         for group in self._groups:
             group.texts = []
@@ -222,6 +225,15 @@ class Scheduler:
                 self._offer(sequence)
                 self._leave(sequence)
         return step if works else None
+
+    def _make_way(self) -> None:
+        """Sends the last sequence back, if the first waiting one is blocked and of a lower
+        priority."""
+        if not self._is_blocked or not self.waiting or not self.running:
+            return
+        first, last = self.waiting[0], max(self.running, key=lambda s: s.order)
+        if first.priority < last.priority:
+            self._preempt(last)
 
     def _decodes(self, group: _Group) -> Iterator[DecodeRow]:
         """Yields the sequences that draw one token after another, each with a page for it."""
@@ -319,6 +331,7 @@ class Scheduler:
         """Returns the lanes of each group, at most so many: of sequences whose tokens are being
         read, then of new ones."""
         lanes: list[list[Lane]] = []
+        self._is_blocked = False
         for group in self._groups:
             lanes.append([])
             for sequence in group.in_order():
@@ -332,6 +345,9 @@ class Scheduler:
             # The idlest group first.
             free.sort(key=lambda number: len(self._groups[number].running))
             if not any(self._admitted(number, sequence) for number in free):
+                has_rows = any(map(self._has_row, self._groups, itertools.repeat(sequence)))
+                has_lanes = any(len(one) < most for one in lanes)
+                self._is_blocked = has_rows and has_lanes and not sequence.in_flight
                 break
             mine = lanes[sequence.group]
             mine += self._lanes_of(sequence, most - len(mine))

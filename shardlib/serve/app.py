@@ -29,7 +29,7 @@ from shardlib.serve.gate import Gate, read_json
 from shardlib.serve.http_errors import CLIENT_GONE, ApiError, JsonResponse, error_response
 from shardlib.serve.metrics import ServerMetrics
 from shardlib.serve.openapi import RESPONSES, described
-from shardlib.serve.responses import Chunks, echoed, response
+from shardlib.serve.responses import Chunks, response
 
 _OF_PAGE = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -47,6 +47,8 @@ class ServerLimits:
     """Bytes of a body."""
     most_file_bytes: int = 512 * 2**20
     """Bytes of a file. Source: the OpenAI API reference, "Files"."""
+    stalled_seconds: float = 20.0
+    """Longest wait for the next piece of a body, or for a client that reads nothing."""
 
 
 @dataclasses.dataclass
@@ -63,7 +65,13 @@ class Service:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = self.thread.observer = ServerMetrics(self.thread)
-        self.gate = Gate(_build(self), self.keys, self.limits.most_requests, self.metrics.responded)
+        self.gate = Gate(
+            _build(self),
+            self.keys,
+            self.limits.most_requests,
+            self.metrics.responded,
+            self.limits.stalled_seconds,
+        )
 
     def start(self) -> None:
         """Starts the engine and the batches."""
@@ -136,16 +144,11 @@ class Service:
 async def _streamed(answer: OpenAnswer, chunks: Chunks) -> AsyncIterator[dict[str, Any]]:
     for chunk in chunks.first():
         yield chunk
-    asked, begun = chunks.asked, set()
+    # Log probabilities of a long prompt are many texts.
+    is_slow = chunks.asked.echo and chunks.asked.wants_logprobs
     async for piece in answer.pieces():
-        text, tokens = ("", ()) if asked.drops_answer else (piece.text, piece.tokens)
-        if asked.echo and piece.index not in begun:
-            begun.add(piece.index)
-            request = answer.requests[piece.index]
-            scored = request.scored_prompt()
-            parts = echoed(asked, piece.index, request.sequence.asked, scored, chunks.speaker)
-            text, tokens = parts[0] + text, (*parts[1], *tokens)
-        for chunk in chunks.piece(piece.index, text, tokens, piece.finish_reason):
+        new = chunks.piece(piece, answer.requests[piece.index])
+        for chunk in await asyncio.to_thread(list, new) if is_slow else new:
             yield chunk
     for chunk in chunks.usage([one.answer() for one in answer.requests]):
         yield chunk

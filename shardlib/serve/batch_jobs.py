@@ -44,6 +44,7 @@ class BatchJobs:
 
     def start(self) -> None:
         """Starts the thread."""
+        self.store.remove_remains()
         for batch in self.store.unfinished():
             if batch["status"] == "cancelling":
                 self._cancelled.add(batch["id"])

@@ -237,8 +237,10 @@ class EngineThread:
             return
 
     def _submit(self, engine: Engine, answer: OpenAnswer, requests: Prepared) -> None:
+        # The rows of batches give way to prompts of clients.
         waiting = sum(one.priority <= 0 for one in engine.scheduler.waiting)
-        free = engine.scheduler.num_slots - len(engine.scheduler.running)
+        running = sum(one.priority <= 0 for one in engine.scheduler.running)
+        free = engine.scheduler.num_slots - running
         if waiting + len(requests) > self._most_waiting + free:
             raise BusyError(
                 f"{waiting} prompts wait, and the body has {len(requests)}: the queue holds "

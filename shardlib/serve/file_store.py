@@ -74,6 +74,16 @@ class FileStore:
         for suffix in ("json", "part", "content"):
             (self.folder / f"{identity}.{suffix}").unlink(missing_ok=True)
 
+    def remove_remains(self) -> None:
+        """Removes what a kill has left of files that were being written, or deleted."""
+        for path in self.folder.glob("*.part"):
+            path.unlink()
+        for path in self.folder.glob("file-*.content"):
+            # The responses of a batch become a file at its end.
+            batch = path.stem.replace("file-", "batch-")
+            if not any((self.folder / f"{one}.json").exists() for one in (path.stem, batch)):
+                path.unlink()
+
     def add_file(self, name: str, purpose: str, identity: str | None = None) -> dict[str, Any]:
         """Writes the object of a file whose content is written, and returns it."""
         identity = identity or self.new_id("file")

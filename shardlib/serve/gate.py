@@ -1,9 +1,11 @@
 """The gate of the server: who may ask, how many at once, and how much."""
 
+import asyncio
 import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardlib.errors import ConfigError
 from shardlib.serve.http_errors import ApiError, error_response
+
+_LOG = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "SHARDLIB_API_KEYS"
 _DRAIN_SECONDS = 10
@@ -44,13 +48,15 @@ def read_keys(file: str | None) -> tuple[str, ...]:
 @dataclasses.dataclass
 class Gate:
     """What the requests below `/v1` have to pass, as middleware of ASGI. A request needs one of the
-    keys, if there are any; `most_requests` may be open at once. `responded` is called with the
-    status of each response."""
+    keys, if there are any; `most_requests` may be open at once. A client that neither sends nor
+    reads for `stalled_seconds` counts as gone, so that it does not hold up the end of the server.
+    `responded` is called with the status of each response."""
 
     app: ASGIApp
     keys: Iterable[str] = ()
     most_requests: int = 1024
     responded: Callable[[int], None] = lambda status: None
+    stalled_seconds: float = 20.0
     num_open: int = 0
     is_draining: bool = False
     """Whether new requests are refused, because the server is about to end."""
@@ -75,7 +81,8 @@ class Gate:
             return
         self.num_open += 1
         try:
-            await self.app(scope, receive, counted)
+            client = _Client(receive, counted, self.stalled_seconds)
+            await self.app(scope, client.receive, client.send)
         finally:
             self.num_open -= 1
 
@@ -104,6 +111,56 @@ class Gate:
         digest = _digest(key.strip().encode("latin-1", "replace"))
         matches = [hmac.compare_digest(digest, one) for one in self._digests]
         return kind.lower() == "bearer" and any(matches)
+
+
+class _Client:
+    """The two channels of a client, which is gone once it stalls.
+
+    Raises:
+        ApiError: From `receive`, with status 408, if the rest of the body does not come.
+    """
+
+    def __init__(self, receive: Receive, send: Send, stalled_seconds: float):
+        self._receive, self._send, self._seconds = receive, send, stalled_seconds
+        self._is_read = False
+        self._gone = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self._is_read:
+            return await self._disconnected()
+        try:
+            async with asyncio.timeout(self._seconds):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the next piece of the body did not come in {self._seconds:g} seconds.\n"
+                "  Send the body again.",
+                "stalled",
+            ) from None
+        self._is_read = not message.get("more_body", False)
+        return message
+
+    async def _disconnected(self) -> Message:
+        """Returns the message after the body: that the client has gone, or has stalled."""
+        left = asyncio.ensure_future(self._receive())
+        stalled = asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({left, stalled}, return_when=asyncio.FIRST_COMPLETED)
+            return left.result() if left.done() else {"type": "http.disconnect"}
+        finally:
+            left.cancel()
+            stalled.cancel()
+
+    async def send(self, message: Message) -> None:
+        if self._gone.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._send(message)
+        except TimeoutError:
+            _LOG.warning("A client read nothing for %g seconds: its answer ends.", self._seconds)
+            self._gone.set()
 
 
 def _digest(key: bytes) -> bytes:

@@ -5,18 +5,14 @@ Source: the OpenAI API reference, "Completions", "Chat", "Embeddings" and "Strea
 
 import base64
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardlib.engine import Completion, Token
-from shardlib.engine.texts import UNFINISHED
+from shardlib.engine import Completion, Request, Token
 from shardlib.serve.bodies import CHAT, EMBEDDINGS, Asked, Speaker
+from shardlib.serve.engine_thread import Piece
+from shardlib.serve.logprobs import CompletionText, chat_logprobs
 from shardlib.serve.tool_calls import ToolCall, ToolReader, split_calls
-
-_LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
 
 
 def response(
@@ -82,15 +78,11 @@ def _choice(
     common = {"index": index, "finish_reason": one.finish_reason, "logprobs": None}
     if asked.url == CHAT:
         if asked.wants_logprobs:
-            common["logprobs"] = {"content": [_chat_logprob(t, speaker) for t in one.tokens]}
+            common["logprobs"] = chat_logprobs(one.tokens, speaker)
         return common | _message(asked, index, one, identity)
-    text, tokens = ("", ()) if asked.drops_answer else (one.text, one.tokens)
-    if asked.echo:
-        before, of_prompt = echoed(asked, index, one.prompt, one.prompt_tokens, speaker)
-        text, tokens = before + text, (*of_prompt, *tokens)
-    if asked.wants_logprobs:
-        common["logprobs"] = _logprobs(tokens, speaker)
-    return common | {"text": text}
+    whole = CompletionText(asked, index, one.prompt, speaker)
+    text, logprobs = whole.add(one.text, one.tokens, one.prompt_tokens)
+    return common | {"text": text, "logprobs": logprobs}
 
 
 def _message(asked: Asked, index: int, one: Completion, identity: str) -> dict[str, Any]:
@@ -119,54 +111,6 @@ def _reason(finish_reason: str | None, num_calls: int) -> str | None:
     return "tool_calls" if finish_reason == "stop" and num_calls else finish_reason
 
 
-def echoed(
-    asked: Asked, index: int, ids: Sequence[int], scored: Sequence[Token], speaker: Speaker
-) -> tuple[str, tuple[Token, ...]]:
-    """Returns the text and the tokens with which a choice begins that repeats its prompt."""
-    prompt = asked.prompts[index // len(asked.samplings)]
-    text = prompt if isinstance(prompt, str) else speaker.decode(ids)
-    return text, (Token(ids[0], math.nan), *scored)
-
-
-def _chat_logprob(token: Token, speaker: Speaker) -> dict[str, Any]:
-    def entry(number: int, logprob: float) -> dict[str, Any]:
-        text = speaker.decode([number])
-        # A token that is a part of a character decodes to a mark, whose bytes are not its own.
-        known = None if UNFINISHED in text else list(text.encode())
-        return {"token": text, "logprob": _shown(logprob), "bytes": known}
-
-    top = [entry(*pair) for pair in token.top]
-    return entry(token.id, token.logprob) | {"top_logprobs": top}
-
-
-def _logprobs(tokens: Sequence[Token], speaker: Speaker, offset: int = 0) -> dict[str, Any]:
-    """Returns the log probabilities of tokens. `offset` is the characters of the choice before
-    them."""
-    texts = [speaker.decode([token.id]) for token in tokens]
-    return {
-        "tokens": texts,
-        "token_logprobs": [_shown(token.logprob) for token in tokens],
-        "top_logprobs": [_top(token, speaker) for token in tokens],
-        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
-    }
-
-
-def _top(token: Token, speaker: Speaker) -> dict[str, float | None] | None:
-    """Returns the likeliest tokens and this one; of several with one text, the likeliest. None for
-    a token that has no log probability."""
-    if math.isnan(token.logprob):
-        return None
-    found: dict[str, float | None] = {}
-    for number, logprob in (*token.top, (token.id, token.logprob)):
-        found.setdefault(speaker.decode([number]), _shown(logprob))
-    return found
-
-
-def _shown(logprob: float) -> float | None:
-    """Returns a log probability as JSON can write it."""
-    return None if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)
-
-
 @dataclasses.dataclass
 class Chunks:
     """The pieces of one response."""
@@ -175,8 +119,8 @@ class Chunks:
     speaker: Speaker
     identity: str
     created: int
-    _lengths: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Characters of each choice that were sent."""
+    _texts: dict[int, CompletionText] = dataclasses.field(default_factory=dict)
+    """The text of each choice of a completion."""
     _readers: dict[int, ToolReader] = dataclasses.field(default_factory=dict)
     """The reader of each choice, which finds its calls."""
 
@@ -186,28 +130,23 @@ class Chunks:
             for index in range(len(self.asked.samplings)):
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def piece(
-        self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the chunks of a piece of a choice."""
-        logprobs: dict[str, Any] | None = None
+    def piece(self, piece: Piece, request: Request) -> Iterator[dict[str, Any]]:
+        """Yields the chunks of a piece of the choice that answers `request`."""
         if self.asked.url == CHAT:
-            yield from self._chat_piece(index, text, tokens, finish_reason)
+            yield from self._chat_piece(piece.index, piece.text, piece.tokens, piece.finish_reason)
             return
-        offset = self._lengths.get(index, 0)
-        if self.asked.wants_logprobs:
-            logprobs = _logprobs(tokens, self.speaker, offset)
-            text_length = sum(map(len, logprobs["tokens"]))
-        else:
-            text_length = len(text)
-        self._lengths[index] = offset + text_length
-        yield self._chunk(index, {"text": text}, finish_reason, logprobs)
+        if (index := piece.index) not in self._texts:
+            ids = request.sequence.asked
+            self._texts[index] = CompletionText(self.asked, index, ids, self.speaker)
+        scored = request.scored_prompt()
+        text, logprobs = self._texts[index].add(piece.text, piece.tokens, scored)
+        yield self._chunk(index, {"text": text}, piece.finish_reason, logprobs)
 
     def _chat_piece(
         self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None
     ) -> Iterator[dict[str, Any]]:
         wants = self.asked.wants_logprobs and bool(tokens)
-        logprobs = {"content": [_chat_logprob(t, self.speaker) for t in tokens]} if wants else None
+        logprobs = chat_logprobs(tokens, self.speaker) if wants else None
         deltas, num_calls = [{"content": text}] if text else [], 0
         if self.asked.tools:
             reader = self._readers.setdefault(index, ToolReader(self.asked.tools))

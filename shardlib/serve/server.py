@@ -12,6 +12,8 @@ from shardlib.errors import ConfigError
 from shardlib.serve.app import Service
 
 _KEEP_ALIVE_SECONDS = 30
+_FLUSH_SECONDS = 10
+"""Longest wait, at the end, for clients to read what is written."""
 
 
 class _Server(uvicorn.Server):
@@ -81,6 +83,7 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
         server_header=False,
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = _Server(config, service)
     host, port = bound.getsockname()[:2]

@@ -334,6 +334,33 @@ def test_a_lower_priority_goes_first():
     assert [lane.sequence for lane in scheduler.plan().groups[0].lanes] == [soon]
 
 
+@pytest.mark.parametrize(("num_slots", "num_pages"), [(2, 99), (8, 1 + 6)])
+def test_a_lower_priority_takes_the_place_of_a_running_sequence(num_slots, num_pages):
+    """Slots bind in one case, and pages in the other."""
+    scheduler = Scheduler(
+        num_slots=num_slots, num_pages=num_pages, page_size=4, num_lanes=2, lane_width=8
+    )
+    machine = Machine(scheduler)
+    late = [SequenceState((0,) * 5, 7, priority=1) for _ in range(2)]
+    soon = [SequenceState((number,) * 5, 7) for number in (1, 2)]
+    for sequence in late:
+        scheduler.add(sequence)
+    for _ in range(3):
+        machine.run()
+    assert all(sequence.out for sequence in late)
+    for sequence in soon:
+        scheduler.add(sequence)
+    while any(not sequence.ended for sequence in soon):
+        machine.run()
+    assert not any(sequence.ended for sequence in late)
+    while machine.run() or machine.busy:
+        pass
+    for sequence in (*late, *soon):
+        assert sequence.out == expected(sequence)
+    # Those of equal priority never do.
+    assert scheduler.num_preemptions == sum(one.num_preempted for one in late)
+
+
 def test_idle_pages_are_given_away_oldest_first_and_ends_before_starts():
     pool = PagePool(4)
     pages = pool.take(3)

@@ -48,6 +48,17 @@ def new_engine(**options):
     return Engine(Served(), **{"slots": 4, "context": 128, "chunk": 64} | options)
 
 
+LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+class Slow(Engine):
+    """An engine with steps that take time."""
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
 @contextlib.contextmanager
 def serving(engine=None, *, queue=8, files=None, speaker=SPEAKER, **options):
     """Yields a service and the address of its server, whose model may be slow to compile."""

@@ -7,7 +7,7 @@ import time
 
 import openai
 import pytest
-from byte_decoder import client, serving, wait_until
+from byte_decoder import LONG, Served, Slow, client, serving, wait_until
 
 from shardlib.serve import batch_jobs
 from shardlib.serve.file_store import FileStore
@@ -63,6 +63,47 @@ def ended(one, batch):
 def batched(one, rows, endpoint="/v1/completions"):
     file = one.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     return one.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+
+
+@pytest.mark.process
+def test_prompts_of_clients_take_the_slots_of_a_batch(tmp_path):
+    """Rows of a batch that fill all slots count for nothing."""
+    with contextlib.ExitStack() as open_:
+        engine = Slow(Served(), slots=1, context=128, chunk=64)
+        service, address = open_.enter_context(serving(engine, queue=1, files=tmp_path))
+        http = open_.enter_context(client(address))
+        one = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        row = ROWS[0] | {"body": ROWS[0]["body"] | {"max_tokens": 110}}
+        batch = batched(one, [row])
+        wait_until(lambda: service.thread.stats.answer_tokens > 3)
+        asked = LONG | {"max_tokens": 20}
+        streams = [
+            open_.enter_context(http.stream("POST", "/v1/completions", json=asked)) for _ in "ab"
+        ]
+        assert [stream.status_code for stream in streams] == [200, 200]
+        assert http.post("/v1/completions", json=asked).status_code == 429
+        for stream in streams:
+            assert stream.read().endswith(b"[DONE]\n\n")
+        assert one.batches.retrieve(batch.id).status == "in_progress"
+        assert ended(one, batch).status == "completed"
+        assert service.thread.stats.num_preemptions == 1
+
+
+def test_what_a_kill_has_left_is_removed_at_the_next_start(tmp_path):
+    store = FileStore(tmp_path)
+    kept = store.new_id("file")
+    batch = store.put(BATCH | {"id": store.new_id("batch"), "created_at": 1, "status": "completed"})
+    contents = [kept, batch["id"].replace("batch", "file"), store.new_id("file")]
+    for identity in contents:
+        store.content(identity).write_text("{}")
+    store.add_file("a.jsonl", "batch", kept)
+    (tmp_path / f"{store.new_id('batch')}.part").write_text("{")
+    store.remove_remains()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{kept}.json",
+        f"{batch['id']}.json",
+        *(store.content(identity).name for identity in contents[:2]),
+    }
 
 
 @pytest.mark.process

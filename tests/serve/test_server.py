@@ -10,7 +10,6 @@ import json
 import os
 import random
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -18,10 +17,9 @@ import jax
 import numpy as np
 import openai
 import pytest
-from byte_decoder import SPEAKER, TEXT, Served, client, new_engine, serving, wait_until
+from byte_decoder import LONG, SPEAKER, TEXT, Served, Slow, client, new_engine, serving, wait_until
 from flax import nnx
 
-from shardlib.engine import Engine
 from shardlib.errors import ConfigError
 from shardlib.finetune import lora
 from shardlib.serve.app import ServerLimits
@@ -285,17 +283,6 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         read_keys(str(tmp_path / "keys"))
 
 
-class Slow(Engine):
-    """An engine with steps that take time, and with prompts that break them."""
-
-    def step(self):
-        time.sleep(0.02)
-        return super().step()
-
-
-LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
-
-
 @pytest.mark.process
 def test_clients_that_go_away_leave_nothing():
     with serving(Slow(Served(), slots=2, context=128, chunk=64)) as (service, address):
@@ -343,6 +330,29 @@ def test_a_server_with_too_many_requests_refuses_others():
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "too_many_requests"
             assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.process
+def test_a_client_that_stalls_is_given_up(tmp_path, caplog):
+    """Of one the body does not come, and another does not read: the end waits for neither."""
+    limits = ServerLimits(stalled_seconds=0.5)
+    with serving(files=tmp_path, limits=limits) as (service, address):
+        content = b"{}\n" * 2**23  # More than the buffers of a connection.
+        with client(address) as http:
+            form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
+            file = http.post("/v1/files", **form).json()["id"]
+        host, port = address.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, port), 20) as one,
+            socket.create_connection((host, port), 20) as other,
+        ):
+            length = b"content-length: 100\r\ncontent-type: application/json\r\n\r\n{"
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + length)
+            other.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+            wait_until(lambda: service.gate.num_open == 2)
+            assert one.recv(2**16).startswith(b"HTTP/1.1 408 ")
+            wait_until(lambda: service.gate.num_open == 0, seconds=20)
+    assert "A client read nothing for 0.5 seconds" in caplog.text
 
 
 @pytest.mark.process
