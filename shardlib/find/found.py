@@ -57,7 +57,8 @@ class FoundRules(Report):
     """The names of the dims of each tensor class."""
     solution: Solution
     prices: tuple[Price, ...]
-    """The prices of these rules, and of `fsdp` alone."""
+    """The prices of these rules, of others that were priced with them, such as `zero1`, and of
+    `fsdp` alone where it can cut the batch evenly."""
     capacity_bytes: float
     traffic: Traffic
     """Bytes that a device sends in a step, by kind and mesh axes."""

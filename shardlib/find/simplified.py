@@ -35,7 +35,7 @@ def without_repeats(program: Jaxpr) -> Jaxpr:
         if name in COLLECTIVES or not (
             equation.effects or name in _FENCES or any(subprograms(equation))
         ):
-            read_here = (v.val if is_literal(v) else id(v) for v in equation.invars)
+            read_here = ((v.val, v.aval) if is_literal(v) else id(v) for v in equation.invars)
             key = name, *map(str, read_here), str(equation.params)
             if key in made:
                 same.update(zip(equation.outvars, made[key], strict=True))

@@ -88,7 +88,10 @@ class Questions:
         left = objective.capacity_bytes - objective.reserved_bytes
         if solution.memory_bytes > _NEARLY_FULL * left:
             free = dataclasses.replace(objective, capacity_bytes=math.inf)
-            quickest = LayoutProblem(self.problem.classes, free).solution(self.seconds)
+            try:
+                quickest = LayoutProblem(self.problem.classes, free).solution(self.seconds)
+            except PartitionError:
+                return "memory is nearly full; what more of it saves was not found in time"
             if quickest.seconds < solution.seconds * (1 - _GAP):
                 less = duration(solution.seconds - quickest.seconds)
                 return f"memory binds: with more of it a step would take {less} less"

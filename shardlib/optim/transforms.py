@@ -55,7 +55,7 @@ def compute_in_float32(inner: optax.GradientTransformation) -> optax.GradientTra
     """
 
     def up(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        return jax.tree.map(lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.float32), tree)
 
     def init(params: PyTree) -> PyTree:
         return inner.init(up(params))

@@ -8,6 +8,7 @@ import numpy as np
 
 from shardlib.errors import ModelError
 from shardlib.humanize import plural
+from shardlib.testing.rounding import widened
 
 # A factor 2 for the two orders, each of which is off; another 2 for the sums among activations and
 # cotangents, which a change of the weights does not affect.
@@ -129,7 +130,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
     """Returns the largest difference of two arrays; infinite where only one is a number."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    a, b = widened(a), widened(b)
     with np.errstate(invalid="ignore"):
         difference = np.abs(a - b)
     difference = np.where(np.isfinite(a) & np.isfinite(b), difference, np.inf)
@@ -137,4 +138,4 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _magnitude(value: np.ndarray) -> float:
-    return float(np.abs(np.asarray(value, np.float64)).max(initial=0))
+    return float(np.abs(widened(value)).max(initial=0))

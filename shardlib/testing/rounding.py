@@ -66,7 +66,7 @@ def reductions(jaxpr: Jaxpr) -> Reductions:
 
 def _floating(values: Iterable[Var | Literal]) -> list[ShapedArray]:
     shaped = [x.aval for x in values if isinstance(x.aval, ShapedArray)]
-    return [x for x in shaped if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [x for x in shaped if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _terms(equation: JaxprEqn, sizes: list[int]) -> int:
@@ -123,13 +123,19 @@ def perturbations(relative: float) -> list[Change]:
 
 
 def perturbation(relative: float, seed: int) -> Change:
-    """Returns a function that changes every float by `relative`, up or down at random."""
+    """Returns a function that changes every number but integers by `relative`, up or down at
+    random."""
     rng = np.random.default_rng(seed)
 
     def change(leaf: np.ndarray) -> np.ndarray:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf
         signs = rng.choice((-1.0, 1.0), leaf.shape)
-        return (leaf.astype(np.float64) * (1.0 + relative * signs)).astype(leaf.dtype)
+        return (widened(leaf) * (1.0 + relative * signs)).astype(leaf.dtype)
 
     return change
+
+
+def widened(value: np.ndarray) -> np.ndarray:
+    """Returns numbers in double precision."""
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)

@@ -171,7 +171,7 @@ def _values(kind: str, tree: PyTree, step: int = 0) -> dict[Quantity, np.ndarray
     values = {}
     for path, leaf in named_leaves(tree).items():
         value = _to_host(leaf)
-        is_exact = kind.startswith("initial") or not jnp.issubdtype(value.dtype, jnp.floating)
+        is_exact = kind.startswith("initial") or not jnp.issubdtype(value.dtype, jnp.inexact)
         values[Quantity(kind, path, None, step, is_exact)] = value
     return values
 

@@ -13,7 +13,7 @@ from shardlib.functional import call
 from shardlib.functional.boundary import boundary
 from shardlib.functional.precision import Precision
 from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
-from shardlib.losses.microbatch import accumulate
+from shardlib.losses.microbatch import accumulate, widened
 from shardlib.losses.signature import Inputs as Inputs
 from shardlib.losses.signature import LossFn as LossFn
 from shardlib.losses.signature import noting
@@ -127,11 +127,11 @@ class PartLoss(LossPartitioner):
         return self.gradients_at or self.definition.gradients
 
     def pin(self, grads: PyTree) -> PyTree:
-        """Returns gradients in float32, constrained to their placements.
+        """Returns gradients in float32, or complex, constrained to their placements.
 
         Without the constraint, gradients of scanned layers can lose the sharding of their layers.
         """
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        grads = jax.tree.map(widened, grads)
         return pin(grads, self._places, self.definition.scope)
 
 

@@ -412,7 +412,7 @@ def _divided(summed: Gradients) -> tuple[PyTree, jax.Array]:
     """Returns the gradients of the mean loss, and the mean loss."""
     loss = loss_mean(summed.sums)
     scale = jnp.where(loss.weight == 0, 1.0, loss.weight)
-    return jax.tree.map(lambda g: g / scale, summed.grads), loss.value
+    return jax.tree.map(lambda g: g / scale.astype(g.dtype), summed.grads), loss.value
 
 
 def _check_trainable(state: TrainState) -> None:

@@ -326,3 +326,65 @@ def test_what_cannot_be_compared_is_refused():
         assert_equivalent(Model, loss, batch(), "data=8", steps=0)
     with pytest.raises(MeshError, match="no mesh to compare was given"):
         assert_equivalent(Model, loss, batch(), [])
+
+
+class Complex(nnx.Module):
+    """A product of complex numbers, as a diagonal state space has one; `fault` is of a mesh."""
+
+    def __init__(self, rngs, fault=None):
+        real, imaginary = (
+            jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH for _ in range(2)
+        )
+        value = jax.lax.complex(real, imaginary)
+        self.kernel = nnx.Param(value, out_sharding=("embed", "mlp"), eager_sharding=False)
+        self.state = nnx.BatchStat(jnp.zeros((), jnp.complex64))
+        self.fault = fault
+
+    def __call__(self, x):
+        y = x.astype(jnp.complex64) @ self.kernel[...]
+        mean = jnp.mean(y)
+        if self.fault is not None and axis_size("data") > 1:
+            mean = self.fault(mean)
+        self.state[...] = mean
+        return jnp.real(y) + jnp.square(jnp.imag(y))
+
+
+def test_complex_numbers_are_compared_with_their_imaginary_parts():
+    sgd = optax.sgd(0.1)
+    options = {
+        "loss_fn": loss,
+        "batch": batch(),
+        "optimizer": sgd,
+        "meshes": ["data=8", "tensor=4"],
+    }
+    assert_equivalent(Complex, **options)
+    with pytest.raises(AssertionError, match="the model state state"):
+        assert_equivalent(lambda rngs: Complex(rngs, lambda mean: jnp.conj(mean)), **options)
+
+
+class ComplexLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = Complex(rngs).kernel
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.kernel[...])
+
+
+class ComplexLayers(nnx.Module):
+    """Layers whose parameters and activations are complex."""
+
+    def __init__(self, rngs):
+        self.layers = stack_layers(ComplexLayer, LAYERS, rngs)
+
+    def __call__(self, x):
+        x = jax.lax.complex(x, x[:, ::-1])
+        x, _ = scan_layers(lambda layer, x, _: (layer(x), None), self.layers, x, jnp.arange(LAYERS))
+        return jnp.real(x) + jnp.square(jnp.imag(x))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("meshes", "microbatches"), [(["stage=2,data=4"], 4), (["fsdp=4,tensor=2"], 2)]
+)
+def test_layers_of_complex_numbers_train_alike(meshes, microbatches):
+    assert_equivalent(ComplexLayers, loss, batch(), meshes, microbatches=microbatches)

@@ -33,6 +33,7 @@ from shardlib.functional.boundary import boundary
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.losses import Mean
+from shardlib.losses.microbatch import widened
 from shardlib.losses.signature import called_by_position
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention.as_one import attention_as_one
@@ -161,7 +162,7 @@ def _gradient(
         return total_loss(module, dtypes, loss_fn, params, model_state, batch, key)[0]
 
     value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), value
+    return jax.tree.map(widened, gradients), value
 
 
 def total_loss(

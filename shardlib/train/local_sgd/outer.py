@@ -33,6 +33,7 @@ from shardlib.config import configclass
 from shardlib.errors import ConfigError, MeshError, ModelError
 from shardlib.functional import updated
 from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, is_output
+from shardlib.losses.microbatch import widened
 from shardlib.losses.signature import check_arity
 from shardlib.mesh import mesh_sizes
 from shardlib.paths import path_string
@@ -144,7 +145,7 @@ class LocalSGD(JittedStep):
         check_whole(state.definition)
 
         def start(state: TrainState) -> LocalSGDState:
-            agreed = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
+            agreed = jax.tree.map(widened, state.params)
             momentum = jax.tree.map(jnp.zeros_like, agreed)
             return LocalSGDState(agreed, momentum, replace_own(state, lambda x: repeat(x, count)))
 
@@ -190,9 +191,9 @@ class LocalSGD(JittedStep):
 
         def merged(state: LocalSGDState) -> TrainState:
             def mean(x: jax.Array) -> jax.Array:
-                if not jnp.issubdtype(x.dtype, jnp.floating):
+                if not jnp.issubdtype(x.dtype, jnp.inexact):
                     return x[0]
-                return jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
+                return jnp.mean(widened(x), axis=0).astype(x.dtype)
 
             groups = state.groups
             params = jax.tree.map(lambda x, g: x.astype(g.dtype), state.params, groups.params)
@@ -280,7 +281,7 @@ class LocalSGD(JittedStep):
         config, groups = self.config, state.groups
         definition, count = state.definition, self._count(state.definition)
         progress = jax.tree.map(
-            lambda agreed, x: agreed[None] - x.astype(jnp.float32), state.params, groups.params
+            lambda agreed, x: agreed[None] - widened(x), state.params, groups.params
         )
         gradient = self._mean(progress, definition.params, definition, config.dtype == "bf16")
 
@@ -303,9 +304,9 @@ class LocalSGD(JittedStep):
         """Returns the model state with floating-point statistics averaged over groups. Each group
         keeps its other values and its untrained parameters."""
         statistics = {
-            path: x.astype(jnp.float32)
+            path: widened(x)
             for path, x in updated(definition.module, model_state).items()
-            if jnp.issubdtype(x.dtype, jnp.floating)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
         }
         if not statistics:
             return model_state

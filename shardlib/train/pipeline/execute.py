@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from shardlib.losses.aggregate import join, nothing, over_axes
+from shardlib.losses.microbatch import widened
 from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.schedules import Schedule, Turns
 from shardlib.train.pipeline.sends import AXIS, Sends, send, sends
@@ -210,7 +211,7 @@ class Stage:
         slots = self.schedule.num_slots
         return _Carry(
             x,
-            _floats(x),
+            _inexact(x),
             jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x),
             self.pin(_zeros(self.layers)),
             self.pin(_zeros(_only(self.shared, reads.pre | reads.chunk | reads.post))),
@@ -357,7 +358,7 @@ class Stage:
             read = _only(shared, cut.reads.post)
             loss, vjp, sums = jax.vjp(post, read, y, has_aux=True)
             grads, dy = vjp(jnp.ones_like(loss))
-            return _floats(dy), self.wide(grads), sums
+            return _inexact(dy), self.wide(grads), sums
 
         def first(dx: PyTree) -> PyTree:
             def pre(read: PyTree) -> PyTree:
@@ -376,11 +377,11 @@ class Stage:
             shared_grads |= {path: shared_grads[path] + g for path, g in grads.items()}
         share = self.share(turn)
         turns = jnp.stack([turn.is_last.astype(share.dtype) * share, share])
-        return _Backward(_floats(dx), self.wide(layer_grads), shared_grads, sums, turns)
+        return _Backward(_inexact(dx), self.wide(layer_grads), shared_grads, sums, turns)
 
     def wide(self, grads: PyTree) -> PyTree:
-        """Returns gradients in float32, constrained to their placements."""
-        return self.pin({path: g.astype(jnp.float32) for path, g in grads.items()})
+        """Returns gradients in float32, or complex, constrained to their placements."""
+        return self.pin(jax.tree.map(widened, grads))
 
     def when(self, flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree) -> PyTree:
         """Returns `run()` if the flag is set, else `otherwise`; see `when`."""
@@ -413,15 +414,15 @@ def _only(leaves: Leaves, paths: frozenset[str]) -> dict[str, jax.Array]:
 
 
 def _zeros(leaves: Leaves) -> dict[str, jax.Array]:
-    return {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in leaves.items()}
+    return {path: jnp.zeros_like(widened(leaf)) for path, leaf in leaves.items()}
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def _is_inexact(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _floats(tree: PyTree) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+def _inexact(tree: PyTree) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
 
 
 def _cotangent(like: PyTree, floats: list[Any]) -> PyTree:
@@ -430,5 +431,5 @@ def _cotangent(like: PyTree, floats: list[Any]) -> PyTree:
     rest = iter(floats)
     none = jax.dtypes.float0
     return treedef.unflatten(
-        [next(rest) if _is_float(x) else np.zeros(x.shape, none) for x in leaves]
+        [next(rest) if _is_inexact(x) else np.zeros(x.shape, none) for x in leaves]
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
-from shardlib.losses.microbatch import unsplit
+from shardlib.losses.microbatch import unsplit, widened
 from shardlib.nn.stages import StageCut, layer_faults, layers_before
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
@@ -129,7 +129,7 @@ def pipelined_groups(
     by_path = {**shared_grads, **region.stored(layer_grads, outer)}
     groups = turns.shape[: len(outer)]
     grads = [
-        by_path[path] if path in by_path else jnp.zeros((*groups, *leaf.shape), jnp.float32)
+        by_path[path] if path in by_path else jnp.zeros((*groups, *leaf.shape), widened(leaf).dtype)
         for path, leaf in named_leaves(arguments.params).items()
     ]
     total = jnp.full(groups, stages * schedule.turns, jnp.float32)
