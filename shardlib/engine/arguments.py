@@ -120,6 +120,7 @@ def check_options(servable: Servable, **options: Any) -> None:
     """Raises `ModelError` for options of `Engine` that are not for the kind of the model, or for
     an `attention` that cannot run."""
     _check_attention(options["attention"], servable.scope)
+    _check_kinds(options["adapters"], options["prefix_cache"])
     family = servable.family
     foreign, what = {"pooling"}, "a decoder"
     if family.encoding is not None and family.decoding is not None:
@@ -136,6 +137,23 @@ def check_options(servable: Servable, **options: Any) -> None:
             f"{', '.join(wrong)} for a {type(servable.model).__name__}, which is {what}.\n"
             f"  Leave {'it' if len(wrong) == 1 else 'them'} out."
         )
+
+
+def _check_kinds(adapters: Any, prefix_cache: Any) -> None:
+    """Raises `ModelError` for adapters without names, and for a flag other than a boolean."""
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise ModelError(
+            f"adapters is {type(adapters).__name__}, expected models by their names.\n"
+            '  Give {"name": model}.'
+        )
+    if not isinstance(prefix_cache, bool):
+        raise ModelError(f"prefix_cache is {prefix_cache!r}.\n  Give True or False.")
+
+
+def check_version(version: Any) -> None:
+    """Raises `ModelError` for a version of parameters other than an integer."""
+    if version is not None and not is_integer(version):
+        raise ModelError(f"the version is {version!r}.\n  Give an integer, such as the step.")
 
 
 def _check_attention(attention: Any, scope: Scope | None) -> None:
@@ -237,3 +255,30 @@ def check_same(old: Any, new: Any) -> None:
             f"{' and more' if len(differing) > 4 else ''}.\n"
             "  Give the state of a module with the same shapes and dtypes."
         )
+
+
+def tokens_left(num_tokens: int, num_encoded: int, sampling: Sampling, context: int) -> int:
+    """Returns the most tokens of an answer to a prompt, of which an encoder reads the first ones.
+
+    Raises:
+        ModelError: If the prompt, or its answer, is too long for the context.
+    """
+    size, left = num_encoded or num_tokens, context - num_tokens
+    if num_encoded == num_tokens:
+        if left < 0:
+            raise ModelError(
+                f"the text has {size} tokens, and the model embeds at most {context}.\n"
+                "  Shorten it, or embed its parts."
+            )
+        return 1
+    if left < 1:
+        raise ModelError(
+            f"the prompt has {size} tokens, but the context of {context} must hold "
+            "the answer too.\n  Shorten the prompt, or give the engine a longer context."
+        )
+    if sampling.max_tokens is not None and sampling.max_tokens > left:
+        raise ModelError(
+            f"a prompt of {size} tokens and max_tokens={sampling.max_tokens} exceed the "
+            f"context of {context} tokens.\n  Ask for at most {left} tokens."
+        )
+    return left

@@ -19,11 +19,13 @@ from shardlib.engine.arguments import (
     check_exact,
     check_limits,
     check_options,
+    check_version,
     one_each,
     one_sampling,
     prompt_list,
     start_tokens,
     token_ids,
+    tokens_left,
     ways_of,
 )
 from shardlib.engine.encoder import (
@@ -202,9 +204,19 @@ class Engine:
             ModelError: If the prompt is empty, too long, or has tokens that the model lacks, or the
                 grammar is malformed.
         """
-        sampling = one_sampling(sampling, options)
         limits = {"priority": priority, "timeout_seconds": timeout_seconds}
-        return self.enqueue(self.prepare(prompt, sampling, **limits))
+        return self.enqueue(self._asked(prompt, sampling, **limits, **options))
+
+    def _asked(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        priority: int = 0,
+        timeout_seconds: float | None = None,
+        **options: Any,
+    ) -> Request:
+        limits = {"priority": priority, "timeout_seconds": timeout_seconds}
+        return self.prepare(prompt, one_sampling(sampling, options), **limits)
 
     def prepare(
         self,
@@ -217,7 +229,7 @@ class Engine:
         """Returns a request for `enqueue`. It may be called by any thread, and waits for no step.
         It takes and raises what `submit` does."""
         tokens, num_encoded = self._framed(self.encode(prompt), sampling)
-        left = self._left(tokens, num_encoded, sampling)
+        left = tokens_left(len(tokens), num_encoded, sampling, self.context)
         if sampling.stop and self.tokenizer is None:
             raise ModelError(
                 "stop texts need a tokenizer, and the model has none.\n  Give stop_tokens instead."
@@ -259,28 +271,6 @@ class Engine:
             return tokens, 0
         check_encoded(sampling, self._kind, self._starts)
         return (*tokens, *self._starts), len(tokens)
-
-    def _left(self, prompt: tuple[int, ...], num_encoded: int, sampling: Sampling) -> int:
-        """Returns the most tokens of an answer."""
-        size, left = num_encoded or len(prompt), self.context - len(prompt)
-        if num_encoded == len(prompt):
-            if left < 0:
-                raise ModelError(
-                    f"the text has {size} tokens, and the model embeds at most {self.context}.\n"
-                    "  Shorten it, or embed its parts."
-                )
-            return 1
-        if left < 1:
-            raise ModelError(
-                f"the prompt has {size} tokens, but the context of {self.context} must hold "
-                "the answer too.\n  Shorten the prompt, or give the engine a longer context."
-            )
-        if sampling.max_tokens is not None and sampling.max_tokens > left:
-            raise ModelError(
-                f"a prompt of {size} tokens and max_tokens={sampling.max_tokens} exceed the "
-                f"context of {self.context} tokens.\n  Ask for at most {left} tokens."
-            )
-        return left
 
     def enqueue(self, request: Request) -> Request:
         """Queues a request that was prepared, and returns it.
@@ -438,17 +428,26 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Any
     ) -> Iterator[str]:
-        """Yields the text of an answer as it comes. Arguments are as in `submit`."""
+        """Returns an iterator over the text of an answer as it comes. The prompt is queued when the
+        first text is asked for. Arguments and errors are as in `submit`.
+
+        Raises:
+            ModelError: Also if there is no tokenizer, or the answer ends by an error.
+        """
         if self.tokenizer is None:
             raise ModelError("the model has no tokenizer.\n  Use generate, and read its ids.")
-        request = self.submit(prompt, sampling, **options)
+        return self._streamed(self._asked(prompt, sampling, **options))
+
+    def _streamed(self, request: Request) -> Iterator[str]:
         try:
+            self.enqueue(request)
             while True:
                 # Another thread may finish it: the text is read after that.
                 finished = request.finished
                 if text := request.new_text():
                     yield text
                 if finished:
+                    request.answer()
                     return
                 self.step()
         finally:
@@ -466,13 +465,15 @@ class Engine:
                 one more than the last.
 
         Raises:
-            ModelError: If structure, shapes or dtypes differ.
+            ModelError: If structure, shapes or dtypes differ, or the version is not a number.
         """
+        check_version(version)
         served = nnx.state(self._weights.served(params))
         with self._lock:
+            # First, or an interrupt would leave prefixes of the old parameters.
+            self.scheduler.forget()
             self._set_params(served)
             self.version = self.version + 1 if version is None else version
-            self.scheduler.forget()
 
     def release(self) -> None:
         """Frees the memory of the cache until the next step, for other work on the devices. The

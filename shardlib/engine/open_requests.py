@@ -99,7 +99,7 @@ class OpenRequests:
         if result is None:
             return
         if step.scores:
-            self._record_prompts(step, jax.device_get(result.scores))
+            self._record_prompts(step, jax.device_get(result.scores), version)
         drawn = jax.device_get(result.drawn)
         drawing = list(self.drawing(step))
         if any(work.sequence.sampling.embedding for _, work in drawing):
@@ -119,7 +119,7 @@ class OpenRequests:
         self.counts.update(guessed=len(lane.guessed), right=num_right)
         return num_right
 
-    def _record_prompts(self, step: EngineStep, scores: Drawn) -> None:
+    def _record_prompts(self, step: EngineStep, scores: Drawn, version: int) -> None:
         """Records the log probabilities of prompts, which come before the last answer."""
         lanes = (
             (group, number, lane)
@@ -134,7 +134,9 @@ class OpenRequests:
             for offset in range(min(len(lane.tokens), count)):
                 row = group, self._sizes.slots + number * self._sizes.lane + offset
                 token = _token(scores, row, int(scores.tokens[row]), lane.sequence.sampling)
-                request.prompt_tokens[lane.start + offset + 1] = token
+                request.prompt_tokens[lane.start + offset + 1] = dataclasses.replace(
+                    token, version=version
+                )
 
     def _record_texts(self, step: EngineStep, vectors: np.ndarray) -> None:
         """Ends the requests whose texts an encoder has embedded."""
@@ -186,7 +188,8 @@ class OpenRequests:
             self._finish(request, "length")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        del self.by_sequence[request.sequence]
+        # A request may end before it is queued.
+        self.by_sequence.pop(request.sequence, None)
         self.counts["cached"] += request.sequence.num_cached or 0
         try:
             if request.stream is not None and request.error is None:

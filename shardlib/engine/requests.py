@@ -183,7 +183,8 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens with their log probabilities, if the request wants them."""
     version: int = 0
-    """The version of the parameters that it was drawn with; see `Engine.update`."""
+    """The version of the parameters that it was drawn with, or scored with in a prompt; see
+    `Engine.update`."""
     text_offset: int = 0
     """Characters of the answer's text before it. The tokens of one character share theirs."""
 

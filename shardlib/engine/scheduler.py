@@ -7,6 +7,7 @@ slot and pages at once, because later steps run after it.
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -98,8 +99,6 @@ class Scheduler:
         """The last sequence that was admitted, and how many tokens of its answer were known."""
         self._careful_until = 0
         """Sequences up to this number may break a step, and are admitted one at a time."""
-        self._is_blocked = False
-        """Whether the first waiting sequence found no slot, or no pages, in the last step."""
 
     @property
     def suspect(self) -> SequenceState | None:
@@ -227,13 +226,41 @@ class Scheduler:
         return step if works else None
 
     def _make_way(self) -> None:
-        """Sends the last sequence back, if the first waiting one is blocked and of a lower
-        priority."""
-        if not self._is_blocked or not self.waiting or not self.running:
+        """Sends back the fewest sequences of a higher priority number for the first waiting one, if
+        it fits nowhere without and somewhere with their slots and pages."""
+        if not self.waiting or self.is_careful:
             return
-        first, last = self.waiting[0], max(self.running, key=lambda s: s.order)
-        if first.priority < last.priority:
-            self._preempt(last)
+        first, found = self.waiting[0], []
+        if first.in_flight or all(one.priority <= first.priority for one in self.running):
+            return
+        for number, group in enumerate(self._groups):
+            last_first = reversed(group.in_order())
+            lower = [one for one in last_first if one.priority > first.priority]
+            sent = (lower[:count] for count in range(len(lower) + 1))
+            fewest = next((some for some in sent if self._fits(first, group, some)), None)
+            if fewest is not None:
+                found.append((len(fewest), number, fewest))
+        if found:
+            for sequence in min(found)[2]:
+                self._preempt(sequence)
+
+    def _fits(
+        self, sequence: SequenceState, group: _Group, without: Sequence[SequenceState]
+    ) -> bool:
+        """Returns whether a group has a slot and pages for a waiting sequence, `without` some."""
+        pool, keys = group.pool, self._prefix_keys(sequence)
+        need = self._pages_for(sequence.num_known) - pool.num_shared_in_use(keys)
+        have = pool.num_available + sum(pool.num_own(one.pages) for one in without)
+        slots = len(group.free_slots) + len(without)
+        return slots > 0 and have >= need + self._growing(group, without)
+
+    def _growing(self, group: _Group, without: Sequence[SequenceState] = ()) -> int:
+        """Returns how many running sequences may need a page more, `without` some."""
+        return sum(
+            len(one.pages) < self._pages_for(len(one.prompt) + one.max_tokens)
+            for one in group.running.values()
+            if one not in without
+        )
 
     def _decodes(self, group: _Group) -> Iterator[DecodeRow]:
         """Yields the sequences that draw one token after another, each with a page for it."""
@@ -267,7 +294,7 @@ class Scheduler:
             return ()
         guessed = ngrams.guess(most)
         need = self._pages_for(sequence.computed + 1 + len(guessed)) - len(sequence.pages)
-        if guessed and need > 0 and group.pool.num_available >= need + len(group.running):
+        if guessed and need > 0 and group.pool.num_available >= need + self._growing(group):
             sequence.pages += group.pool.take(need) or []
         return guessed[: len(sequence.pages) * self.page_size - sequence.computed - 1]
 
@@ -328,30 +355,41 @@ class Scheduler:
         return sequence.num_known - start
 
     def _lanes(self, most: int) -> list[list[Lane]]:
-        """Returns the lanes of each group, at most so many: of sequences whose tokens are being
-        read, then of new ones."""
-        lanes: list[list[Lane]] = []
-        self._is_blocked = False
-        for group in self._groups:
-            lanes.append([])
-            for sequence in group.in_order():
-                lanes[-1] += self._lanes_of(sequence, most - len(lanes[-1]))
+        """Returns the lanes of each group, at most so many. Of one priority, sequences whose tokens
+        are being read come first, and then new ones."""
+        lanes: list[list[Lane]] = [[] for _ in self._groups]
+        readers = [one for one in self.running if one.computed < one.read_until]
+        readers.sort(key=lambda s: s.order)
+        for reader in readers:
+            self._admit(lanes, most, reader.priority)
+            mine = lanes[reader.group]
+            mine += self._lanes_of(reader, most - len(mine))
+        self._admit(lanes, most)
+        return lanes
+
+    def _admit(self, lanes: list[list[Lane]], most: int, before: int | None = None) -> None:
+        """Admits waiting sequences in their order while groups have slots, pages and lanes for
+        them; with `before`, sequences of lower priorities alone."""
         while not self._is_trying() and (sequence := self._next()) is not None:
+            if before is not None and sequence.priority >= before:
+                return
             free = [
                 number
                 for number, group in enumerate(self._groups)
                 if group.free_slots and len(lanes[number]) < most and self._has_row(group, sequence)
             ]
-            # The idlest group first.
-            free.sort(key=lambda number: len(self._groups[number].running))
+            free.sort(key=functools.partial(self._preference, sequence))
             if not any(self._admitted(number, sequence) for number in free):
-                has_rows = any(map(self._has_row, self._groups, itertools.repeat(sequence)))
-                has_lanes = any(len(one) < most for one in lanes)
-                self._is_blocked = has_rows and has_lanes and not sequence.in_flight
-                break
+                return
             mine = lanes[sequence.group]
             mine += self._lanes_of(sequence, most - len(mine))
-        return lanes
+
+    def _preference(self, sequence: SequenceState, number: int) -> tuple[int, int]:
+        """Returns a number for each group, the least of the best: lanes that read what its cache
+        lacks of a sequence, then how many run."""
+        group = self._groups[number]
+        cached = group.pool.num_shared(self._prefix_keys(sequence)) * self.page_size
+        return -((cached - sequence.num_known) // self.lane_width), len(group.running)
 
     def _next(self) -> SequenceState | None:
         """Returns the first waiting sequence. Once a step has texts to encode, it is the first with
@@ -392,10 +430,10 @@ class Scheduler:
             # It was preempted, and its last tokens are not known yet.
             return False
         known, pages = sequence.num_known, group.pool.shared(self._prefix_keys(sequence))
-        # A page more for each running sequence, or the new one is soon sent back.
+        # A page more for each sequence that may need one, or the new one is soon sent back.
         taken = None
         need = self._pages_for(known) - len(pages)
-        if group.pool.num_available >= need + len(group.running):
+        if group.pool.num_available >= need + self._growing(group):
             taken = group.pool.take(need)
         if taken is None:
             group.pool.release(pages)

@@ -106,12 +106,13 @@ def engine_sizes(
     Raises:
         ModelError: If sizes do not fit.
     """
-    few = {} if pages is None else {"pages": pages}
-    check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **few)
-    if not 0 <= num_guesses < lane:
+    given = {"pages": pages, "context": context}
+    known = {name: size for name, size in given.items() if size is not None}
+    check_sizes(slots=slots, page_size=page_size, chunk=chunk, lane=lane, **known)
+    if not isinstance(num_guesses, Integral) or not 0 <= num_guesses < lane:
         raise ModelError(
-            f"speculate={num_guesses}: a lane has {lane} tokens, of which the first is known.\n"
-            f"  Give from 0 to {lane - 1}."
+            f"speculate={num_guesses!r}: a lane has {lane} tokens, of which the first is known.\n"
+            f"  Give an integer from 0 to {lane - 1}."
         )
     slots = -(-slots // groups)
     pages = None if pages is None else pages // groups

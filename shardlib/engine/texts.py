@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"
 """The mark that a tokenizer writes for the bytes of an incomplete character."""
+_MOST_UNFINISHED = 3
+"""Tokens at the end of a text that a character may lack: it has four bytes at most. Source: RFC
+3629, section 3."""
 _MOST_BEFORE = 5
 """Tokens before an answer that may change how its first one is written."""
 
@@ -38,25 +41,29 @@ class TextStream:
     def add(self, token: int) -> bool:
         """Adds a token; returns whether a stop text is complete, which ends the answer."""
         self._tokens.append(token)
-        new = self._new_text()
+        end = len(self._tokens)
+        new = self._new_text(end)
         if new.endswith(UNFINISHED):
-            return False
-        self._start, self._read = self._read, len(self._tokens)
+            end -= _MOST_UNFINISHED
+            if end <= self._read:
+                return False
+            new = self._new_text(end)
+        self._start, self._read = self._read, end
         return self._extend(new)
 
-    def _new_text(self) -> str:
-        """Returns the text of the tokens that are not read."""
+    def _new_text(self, end: int) -> str:
+        """Returns the text of the tokens before `end` that are not read."""
         before = self._decode(self._tokens[self._start : self._read])
-        after = self._decode(self._tokens[self._start :])
+        after = self._decode(self._tokens[self._start : end])
         if after.startswith(before):
             return after[len(before) :]
         # A byte that completes no character spoils the ones before it, if they are bytes too.
-        return self._decode(self._tokens[self._read :])
+        return self._decode(self._tokens[self._read : end])
 
     def finish(self) -> None:
         """Adds the text of tokens that were held back, however they end."""
         if not self.stopped and self._read < len(self._tokens):
-            self._extend(self._new_text())
+            self._extend(self._new_text(len(self._tokens)))
             self._read = len(self._tokens)
         self._longest = 0
 

@@ -314,6 +314,61 @@ def test_text_comes_as_it_is_known(engine):
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
+def test_an_answer_that_fails_ends_its_stream_with_the_error(served):
+    class Broken(BytesTokenizer):
+        count = 0
+
+        def decode(self, ids):
+            self.count += 1
+            if self.count > 6:
+                raise ValueError("no such text")
+            return super().decode(ids)
+
+    engine = Engine(dataclasses.replace(served, tokenizer=Broken()), context=64, chunk=32)
+    with pytest.raises(ModelError, match="the answer ended by an error: no such text"):
+        list(engine.stream(" ", max_tokens=8))
+
+
+def test_a_stream_refuses_at_once_and_queues_when_it_is_read(engine):
+    with pytest.raises(ModelError, match="no option of a sampling is called 'temprature'"):
+        engine.stream(" 1", temprature=1.0)
+    stream = engine.stream(" 1", max_tokens=2)
+    assert engine.stats().num_waiting == 0
+    assert "".join(stream) == engine.generate(" 1", max_tokens=2)[0].text
+
+
+def test_a_request_that_ends_before_it_is_queued_stays_out(engine):
+    request = engine.prepare([1, 2], Sampling(max_tokens=2))
+    engine.cancel(request)
+    assert request.finish_reason == "cancelled"
+    with pytest.raises(ModelError, match="queued before"):
+        engine.enqueue(request)
+
+
+def test_an_update_with_a_version_of_another_type_changes_nothing(served):
+    engine = Engine(served, context=64, chunk=32)
+    with pytest.raises(ModelError, match=r"the version is 'step-1'.\n  Give an integer"):
+        engine.update(nnx.state(served.model), version="step-1")
+    engine.update(nnx.state(served.model), version=7)
+    (answer,) = engine.generate([1, 2, 3], max_tokens=1, prompt_logprobs=True)
+    assert [token.version for token in (*answer.prompt_tokens, *answer.tokens)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": "64"}, "context='64' is not an integer"),
+        ({"speculate": "2"}, "speculate='2': a lane has 32 tokens"),
+        ({"speculate": 2.0}, "speculate=2.0: a lane has 32 tokens"),
+        ({"adapters": ["a"]}, "adapters is list, expected models by their names"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no'"),
+    ],
+)
+def test_options_of_other_types_are_refused(served, options, said):
+    with pytest.raises(ModelError, match=rf"{said}.*\n  Give"):
+        Engine(served, **{"context": 64, "chunk": 32} | options)
+
+
 def test_prompts_and_samplings_in_every_form(engine):
     ids, drawn = [3, 1, 4, 1, 5], {"max_tokens": 3}
     (one,) = engine.generate(ids, **drawn)

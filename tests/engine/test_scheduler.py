@@ -9,7 +9,7 @@ import pytest
 
 from shardlib.engine.page_pool import PagePool, page_key
 from shardlib.engine.scheduler import Scheduler
-from shardlib.engine.sizes import EncoderShape
+from shardlib.engine.sizes import EncoderShape, engine_sizes
 from shardlib.engine.steps import SequenceState
 from shardlib.errors import ModelError
 
@@ -359,6 +359,119 @@ def test_a_lower_priority_takes_the_place_of_a_running_sequence(num_slots, num_p
         assert sequence.out == expected(sequence)
     # Those of equal priority never do.
     assert scheduler.num_preemptions == sum(one.num_preempted for one in late)
+
+
+def added(scheduler, *sequences):
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return sequences
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_a_long_prompt_of_a_higher_priority_number_is_read_later(num_slots):
+    scheduler = Scheduler(num_slots=num_slots, num_pages=99, page_size=4, num_lanes=1, lane_width=4)
+    machine = Machine(scheduler)
+    (late,) = added(scheduler, SequenceState((0,) * 100, 2, priority=1))
+    machine.run()
+    (soon,) = added(scheduler, SequenceState((1,), 2))
+    for _ in range(4):
+        machine.run()
+    assert soon.ended
+    while machine.run() or machine.busy:
+        pass
+    assert late.out == expected(late)
+
+
+def test_no_sequence_is_sent_back_where_a_slot_is_free():
+    """One has become free since the last step."""
+    scheduler = Scheduler(num_slots=2, num_pages=99, page_size=4, num_lanes=2, lane_width=4)
+    machine = Machine(scheduler)
+    first, late = added(scheduler, SequenceState((0,), 4), SequenceState((1,), 9, priority=1))
+    machine.run()
+    machine.run()
+    (soon,) = added(scheduler, SequenceState((2,), 2))
+    scheduler.end(first)
+    while machine.run() or machine.busy:
+        pass
+    assert (soon.ended, late.ended, scheduler.num_preemptions) == (True, True, 0)
+
+
+def test_no_sequence_is_sent_back_in_vain():
+    """Its pages would not be enough: the prompt waits for one of its own priority."""
+    scheduler = Scheduler(num_slots=4, num_pages=13, page_size=4, num_lanes=2, lane_width=32)
+    machine = Machine(scheduler)
+    most, late = added(
+        scheduler, SequenceState((0,) * 24, 8), SequenceState((1,) * 4, 4, priority=1)
+    )
+    machine.run()
+    (soon,) = added(scheduler, SequenceState((2,) * 24, 8))
+    while not late.ended:
+        machine.run()
+    assert not most.ended
+    while machine.run() or machine.busy:
+        pass
+    assert (scheduler.num_preemptions, soon.out) == (0, expected(soon))
+
+
+def test_sequences_of_one_group_are_sent_back():
+    """Both groups are full, and one has a sequence that gives way."""
+    scheduler = Scheduler(
+        num_slots=1, num_pages=9, page_size=4, num_lanes=1, lane_width=4, num_groups=2
+    )
+    machine = Machine(scheduler)
+    added(scheduler, SequenceState((0,), 20), SequenceState((1,), 20, priority=1))
+    machine.run()
+    (soon,) = added(scheduler, SequenceState((2,), 2))
+    machine.run()
+    assert soon.slot is not None
+    assert scheduler.num_preemptions == 1
+
+
+@pytest.mark.parametrize("context", [16, 32, 64])
+def test_pages_for_all_slots_fill_them(context):
+    sizes = engine_sizes(
+        slots=16, context=context, pages=None, page_size=16, chunk=64, lane=32, max_length=None,
+        deterministic=False,
+    )  # fmt: skip
+    scheduler = Scheduler(
+        num_slots=16, num_pages=sizes.num_pages, page_size=16, num_lanes=16, lane_width=32
+    )
+    half = context // 2
+    added(scheduler, *(SequenceState((n,) * half, half) for n in range(16)))
+    machine = Machine(scheduler)
+    machine.run()
+    assert len(scheduler.running) == 16
+    while machine.run() or machine.busy:
+        pass
+    assert scheduler.num_preemptions == 0
+
+
+def test_texts_of_an_encoder_fill_its_program():
+    sizes = engine_sizes(
+        slots=32, context=512, pages=None, page_size=16, chunk=2048, lane=32, max_length=None,
+        deterministic=False, encodes=True, writes=False,
+    )  # fmt: skip
+    scheduler = Scheduler(
+        num_slots=sizes.slots, num_pages=sizes.num_pages, page_size=sizes.page_size, num_lanes=64,
+        lane_width=32, encoder_shapes=sizes.encoder_shapes,
+    )  # fmt: skip
+    added(scheduler, *(SequenceState((n,) * 60, 1, num_encoded=60) for n in range(64)))
+    (group,) = scheduler.plan().groups
+    assert len(group.texts) == sizes.encoder_shapes[0].rows == 32
+
+
+def test_a_group_that_holds_the_prefix_is_chosen():
+    scheduler = Scheduler(
+        num_slots=4, num_pages=99, page_size=4, num_lanes=4, lane_width=8, num_groups=2
+    )
+    machine = Machine(scheduler)
+    first, other = added(scheduler, SequenceState((0,) * 33, 9), SequenceState((1,) * 9, 9))
+    machine.run()
+    machine.run()
+    (second,) = added(scheduler, SequenceState((0,) * 33, 9))
+    machine.run()
+    assert (first.group, other.group, second.group) == (0, 1, 0)
+    assert second.num_cached == 32
 
 
 def test_idle_pages_are_given_away_oldest_first_and_ends_before_starts():

@@ -39,6 +39,16 @@ def test_bytes_that_end_within_a_character_are_shown_at_the_end():
     assert stream.shown() == "�"
 
 
+def test_bytes_that_complete_no_character_are_shown_soon():
+    """A character has four bytes at most, so that the ones before stay as they are."""
+    stream, shown = TextStream(DECODE), ""
+    for number, byte in enumerate([0x80] * 20 + list("€😀a".encode())):
+        stream.add(byte)
+        shown += stream.shown()
+        assert number >= 20 or len(shown) >= number - 2
+    assert shown == "\ufffd" * 20 + "€😀a"
+
+
 def test_bytes_that_complete_no_character_leave_the_ones_before_as_they_are():
     """Tokenizers with bytes for rare characters decode a run of them whole or not at all."""
     from tokenizers import Tokenizer, decoders, models
