@@ -1,5 +1,6 @@
 """`shardlib serve`: a model behind the OpenAI API."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -98,4 +99,9 @@ def serve(
     thread = EngineThread(engine, most_waiting=queue)
     jobs = BatchJobs(store, thread, speaker) if store is not None else None
     service = Service(thread, speaker, ServerLimits(connections, body_bytes), keys, jobs)
-    raise typer.Exit(run(service, bound, started))
+    code = run(service, bound, started)
+    if thread.is_alive:
+        # It compiles, or runs a long step, and the end of the interpreter would abort.
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)

@@ -48,7 +48,7 @@ class ServerLimits:
     most_file_bytes: int = 512 * 2**20
     """Bytes of a file. Source: the OpenAI API reference, "Files"."""
     stalled_seconds: float = 20.0
-    """Longest wait for the next piece of a body, or for a client that reads nothing."""
+    """Longest wait for the next piece of a body, and for a client to read what is written."""
 
 
 @dataclasses.dataclass

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,8 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardlib.errors import ConfigError
 from shardlib.serve.http_errors import ApiError, error_response
-
-_LOG = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "SHARDLIB_API_KEYS"
 _DRAIN_SECONDS = 10
@@ -48,9 +45,8 @@ def read_keys(file: str | None) -> tuple[str, ...]:
 @dataclasses.dataclass
 class Gate:
     """What the requests below `/v1` have to pass, as middleware of ASGI. A request needs one of the
-    keys, if there are any; `most_requests` may be open at once. A client that neither sends nor
-    reads for `stalled_seconds` counts as gone, so that it does not hold up the end of the server.
-    `responded` is called with the status of each response."""
+    keys, if there are any; `most_requests` may be open at once. The next piece of a body may take
+    `stalled_seconds`. `responded` is called with the status of each response."""
 
     app: ASGIApp
     keys: Iterable[str] = ()
@@ -81,8 +77,7 @@ class Gate:
             return
         self.num_open += 1
         try:
-            client = _Client(receive, counted, self.stalled_seconds)
-            await self.app(scope, client.receive, client.send)
+            await self.app(scope, _in_time(receive, self.stalled_seconds), counted)
         finally:
             self.num_open -= 1
 
@@ -113,54 +108,27 @@ class Gate:
         return kind.lower() == "bearer" and any(matches)
 
 
-class _Client:
-    """The two channels of a client, which is gone once it stalls.
+def _in_time(receive: Receive, seconds: float) -> Receive:
+    """Returns the channel of a client, which raises an `ApiError` of status 408 if the next piece
+    of a body does not come in time."""
+    is_read = False
 
-    Raises:
-        ApiError: From `receive`, with status 408, if the rest of the body does not come.
-    """
-
-    def __init__(self, receive: Receive, send: Send, stalled_seconds: float):
-        self._receive, self._send, self._seconds = receive, send, stalled_seconds
-        self._is_read = False
-        self._gone = asyncio.Event()
-
-    async def receive(self) -> Message:
-        if self._is_read:
-            return await self._disconnected()
+    async def received() -> Message:
+        nonlocal is_read
         try:
-            async with asyncio.timeout(self._seconds):
-                message = await self._receive()
+            async with asyncio.timeout(None if is_read else seconds):
+                message = await receive()
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the next piece of the body did not come in {self._seconds:g} seconds.\n"
+                f"the next piece of the body did not come in {seconds:g} seconds.\n"
                 "  Send the body again.",
                 "stalled",
             ) from None
-        self._is_read = not message.get("more_body", False)
+        is_read = not message.get("more_body", False)
         return message
 
-    async def _disconnected(self) -> Message:
-        """Returns the message after the body: that the client has gone, or has stalled."""
-        left = asyncio.ensure_future(self._receive())
-        stalled = asyncio.ensure_future(self._gone.wait())
-        try:
-            await asyncio.wait({left, stalled}, return_when=asyncio.FIRST_COMPLETED)
-            return left.result() if left.done() else {"type": "http.disconnect"}
-        finally:
-            left.cancel()
-            stalled.cancel()
-
-    async def send(self, message: Message) -> None:
-        if self._gone.is_set():
-            return
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._send(message)
-        except TimeoutError:
-            _LOG.warning("A client read nothing for %g seconds: its answer ends.", self._seconds)
-            self._gone.set()
+    return received
 
 
 def _digest(key: bytes) -> bytes:

@@ -5,28 +5,47 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from shardlib.errors import ConfigError
 from shardlib.serve.app import Service
+from shardlib.serve.connections import ConnectionWatch
 
 _KEEP_ALIVE_SECONDS = 30
+_REQUEST_SECONDS = 35
+"""Longest time of a connection without a whole request: longer than uvicorn keeps one that waits
+for its next."""
 _FLUSH_SECONDS = 10
 """Longest wait, at the end, for clients to read what is written."""
+_TICKS_OF_WATCH = 10
+"""Ticks of uvicorn, of 0.1 seconds, between two looks at the connections."""
 
 
-class _Server(uvicorn.Server):
-    """A server that answers what is open before it ends.
+class Server(uvicorn.Server):
+    """A server that answers what is open before it ends, and cuts off clients that stall.
 
     The first signal to end refuses new requests, and leaves the socket open, so that a balancer
     reads that the server is not ready. The second one ends at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(self, service: Service, **options: Any):
+        config = uvicorn.Config(
+            service.gate,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            **options,
+        )
         super().__init__(config)
         self.service = service
         self.signals: list[int] = []
+        self._watch = ConnectionWatch(service.limits.stalled_seconds, _REQUEST_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signals.append(sig)
@@ -37,6 +56,8 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.service.gate.is_draining and self.service.gate.num_open == 0:
             self.should_exit = True
+        if counter % _TICKS_OF_WATCH == 0:
+            self._watch.end_stalled(self.server_state.connections.copy())
         return await super().on_tick(counter)
 
 
@@ -75,23 +96,13 @@ def run(service: Service, bound: socket.socket, started: Callable[[str], None]) 
     Raises:
         ConfigError: If another process listens at the address.
     """
-    config = uvicorn.Config(
-        service.gate,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
-    )
-    server = _Server(config, service)
+    server = Server(service)
     host, port = bound.getsockname()[:2]
     address = f"{f'[{host}]' if ':' in host else host}:{port}"
     with contextlib.closing(bound):
         try:
             # Before the address is printed, so that nobody who reads it is refused.
-            bound.listen(config.backlog)
+            bound.listen(server.config.backlog)
         except OSError as error:  # Another server was quicker.
             raise _unusable(address, error) from None
         service.start()

@@ -19,10 +19,10 @@ TOKENS = 120
 
 
 @contextlib.contextmanager
-def served(lab, finished):
-    """Yields the process and a client, once the server is ready."""
+def served(lab, finished, *, waits=True, cache="cache"):
+    """Yields the process and a client: once the server is ready, or has an address."""
     command = lab.command("serve", finished.run_dir, "--port", 0, "--slots", 4, "--context", 160)
-    environment = os.environ | {"SHARDLIB_CACHE": str(lab.root / "cache")}
+    environment = os.environ | {"SHARDLIB_CACHE": str(lab.root / cache)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             line = process.stderr.readline()
@@ -30,7 +30,7 @@ def served(lab, finished):
             assert address, line + process.stderr.read()
             with httpx.Client(base_url=address[0], timeout=60, trust_env=False) as client:
                 end = time.monotonic() + 90
-                while client.get("/ready").status_code != 200:
+                while waits and client.get("/ready").status_code != 200:
                     assert time.monotonic() < end
                     time.sleep(0.1)
                 yield process, client
@@ -71,6 +71,15 @@ def test_sigterm_answers_what_is_open(lab, finished):
             last = json.loads(events[-2].removeprefix("data: "))
             assert last["choices"][0]["finish_reason"] == "length"
         assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_sigterm_while_programs_compile(lab, finished):
+    with served(lab, finished, waits=False, cache="empty") as (process, client):
+        assert client.get("/ready").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "terminate called" not in process.stderr.read()
 
 
 @pytest.mark.soak

@@ -5,7 +5,6 @@ import threading
 import time
 
 import httpx
-import uvicorn
 from flax import nnx
 
 from shardlib.data.tokenizer import BytesTokenizer
@@ -16,6 +15,7 @@ from shardlib.serve.batch_jobs import BatchJobs
 from shardlib.serve.bodies import Speaker
 from shardlib.serve.engine_thread import EngineThread
 from shardlib.serve.file_store import FileStore
+from shardlib.serve.server import Server
 from shardlib_models.transformer import FAMILY
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -65,8 +65,7 @@ def serving(engine=None, *, queue=8, files=None, speaker=SPEAKER, **options):
     thread = EngineThread(engine or new_engine(), most_waiting=queue)
     jobs = None if files is None else BatchJobs(FileStore(files), thread, speaker)
     service = Service(thread, speaker, jobs=jobs, **options)
-    config = uvicorn.Config(service.gate, port=0, lifespan="off", log_level="error", ws="none")
-    server = uvicorn.Server(config)
+    server = Server(service, port=0)
     runner = threading.Thread(target=server.run)
     service.start()
     runner.start()

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -22,6 +23,7 @@ from flax import nnx
 
 from shardlib.errors import ConfigError
 from shardlib.finetune import lora
+from shardlib.serve import server
 from shardlib.serve.app import ServerLimits
 from shardlib.serve.gate import read_keys
 
@@ -333,8 +335,9 @@ def test_a_server_with_too_many_requests_refuses_others():
 
 
 @pytest.mark.process
-def test_a_client_that_stalls_is_given_up(tmp_path, caplog):
-    """Of one the body does not come, and another does not read: the end waits for neither."""
+def test_a_client_that_stalls_is_given_up(tmp_path, caplog, monkeypatch):
+    """The body of one does not come, nor the head of another, and a third does not read."""
+    monkeypatch.setattr(server, "_REQUEST_SECONDS", 0.5)
     limits = ServerLimits(stalled_seconds=0.5)
     with serving(files=tmp_path, limits=limits) as (service, address):
         content = b"{}\n" * 2**23  # More than the buffers of a connection.
@@ -342,17 +345,44 @@ def test_a_client_that_stalls_is_given_up(tmp_path, caplog):
             form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
             file = http.post("/v1/files", **form).json()["id"]
         host, port = address.removeprefix("http://").split(":")
-        with (
-            socket.create_connection((host, port), 20) as one,
-            socket.create_connection((host, port), 20) as other,
-        ):
+        with contextlib.ExitStack() as open_:
+            body, head, reader = (
+                open_.enter_context(socket.create_connection((host, port), 20)) for _ in range(3)
+            )
             length = b"content-length: 100\r\ncontent-type: application/json\r\n\r\n{"
-            one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + length)
-            other.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+            body.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + length)
+            head.sendall(b"POST /v1/comp")
+            reader.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nhost: a\r\n\r\n".encode())
             wait_until(lambda: service.gate.num_open == 2)
-            assert one.recv(2**16).startswith(b"HTTP/1.1 408 ")
+            assert body.recv(2**16).startswith(b"HTTP/1.1 408 ")
             wait_until(lambda: service.gate.num_open == 0, seconds=20)
-    assert "A client read nothing for 0.5 seconds" in caplog.text
+            assert read_to_end(head) == 0
+            assert 0 < read_to_end(reader) < len(content)
+    assert "A client made no progress for 0.5 seconds" in caplog.text
+
+
+def read_to_end(connection):
+    """Returns the bytes that come before a connection ends."""
+    size = 0
+    with contextlib.suppress(ConnectionResetError):
+        while got := connection.recv(2**20):
+            size += len(got)
+    return size
+
+
+@pytest.mark.process
+def test_a_client_that_reads_slowly_gets_all(tmp_path):
+    with serving(files=tmp_path, limits=ServerLimits(stalled_seconds=0.8)) as (_, address):
+        content = b"{}\n" * 2**22
+        with client(address) as http:
+            form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
+            file = http.post("/v1/files", **form).json()["id"]
+            size = 0
+            with http.stream("GET", f"/v1/files/{file}/content") as got:
+                for piece in got.iter_raw(2**21):
+                    size += len(piece)
+                    time.sleep(0.5)
+        assert size == len(content)
 
 
 @pytest.mark.process
