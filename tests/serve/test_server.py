@@ -372,8 +372,8 @@ def read_to_end(connection):
 
 @pytest.mark.process
 def test_a_client_that_reads_slowly_gets_all(tmp_path):
-    with serving(files=tmp_path, limits=ServerLimits(stalled_seconds=0.8)) as (_, address):
-        content = b"{}\n" * 2**22
+    with serving(files=tmp_path, limits=ServerLimits(stalled_seconds=3)) as (_, address):
+        content = b"{}\n" * 2**23
         with client(address) as http:
             form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
             file = http.post("/v1/files", **form).json()["id"]
@@ -381,7 +381,7 @@ def test_a_client_that_reads_slowly_gets_all(tmp_path):
             with http.stream("GET", f"/v1/files/{file}/content") as got:
                 for piece in got.iter_raw(2**21):
                     size += len(piece)
-                    time.sleep(0.5)
+                    time.sleep(0.4)
         assert size == len(content)
 
 
