@@ -370,7 +370,7 @@ def read_to_end(connection):
     return size
 
 
-@pytest.mark.process
+@pytest.mark.soak
 def test_a_client_that_reads_slowly_gets_all(tmp_path):
     with serving(files=tmp_path, limits=ServerLimits(stalled_seconds=3)) as (_, address):
         content = b"{}\n" * 2**23
