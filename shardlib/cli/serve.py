@@ -83,6 +83,8 @@ def serve(
 
     keys = read_keys(api_keys)
     store = FileStore(files) if files is not None else None
+    if store is not None:
+        store.hold()  # Before the model is loaded.
     bound = claim(host, port)
     engine, speaker = open_engine(
         model, adapters, mesh=mesh, name=name, slots=slots, context=context, pages=pages,

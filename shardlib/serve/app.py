@@ -74,16 +74,20 @@ class Service:
         )
 
     def start(self) -> None:
-        """Starts the engine and the batches."""
-        self.thread.start()
+        """Starts the engine and the batches.
+
+        Raises:
+            ConfigError: If another server uses the folder of files; then nothing runs.
+        """
         if self.jobs is not None:
             self.jobs.start()
+        self.thread.start()
 
     def drain(self) -> None:
         """Refuses new requests, and ends the batches until the next start."""
         self.gate.is_draining = True
         if self.jobs is not None:
-            self.jobs.stop(0.0)
+            self.jobs.drain()
 
     def stop(self) -> None:
         """Ends the batches and the engine."""
@@ -128,15 +132,8 @@ class Service:
 
     def _parsed(self, url: Url, body: Any) -> tuple[Asked, list[EngineRequest]]:
         """Returns what a body asks for, and a request for each answer."""
-        asked = parse(url, body, self.speaker, may_stream=True)
-        count, most = len(asked.prompts) * len(asked.samplings), self.thread.most_prompts
-        if count > most:
-            raise ApiError(
-                413,
-                f"the body asks for {count} answers, and the server holds {most}.\n"
-                "  Send fewer prompts in a body.",
-                "too_many_prompts",
-            )
+        most = self.thread.most_prompts
+        asked = parse(url, body, self.speaker, is_live=True, most_answers=most)
         every = (self.thread.prepare(prompt, asked.samplings) for prompt in asked.prompts)
         return asked, [request for requests in every for request in requests]
 

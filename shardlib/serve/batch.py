@@ -8,20 +8,21 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardlib.data.records import json_lines
-from shardlib.engine import Completion, EngineStats, Request, Sampling
+from shardlib.engine import Completion, Engine, Request, Sampling
 from shardlib.engine.arguments import Prompt
 from shardlib.errors import DataError, MissingExtraError, ModelError, ShardlibError, require
 from shardlib.serve.bodies import Asked, BodyError, Speaker, parse
+from shardlib.serve.file_lock import lock
 from shardlib.serve.responses import response
 
 _AHEAD = 2
-"""Prompts that wait for each prompt that runs."""
+"""Requests that are submitted ahead, for each slot."""
 _COLUMNS = ["custom_id", "url", "body"]
 """The columns that a row must have; others are not read."""
 
@@ -53,20 +54,60 @@ class BatchCard:
 class BatchEngine(Protocol):
     """What a batch asks of an engine."""
 
-    def submit(self, prompt: Prompt, sampling: Sampling) -> Request:
-        """Queues a prompt."""
+    num_slots: int
+    """Requests that run at once."""
+
+    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+        """Queues all choices of all prompts, or none. A fault that shows later is the error of the
+        requests.
+
+        Raises:
+            ModelError: If one of them cannot be answered.
+        """
         ...
 
-    def cancel(self, request: Request) -> None:
-        """Ends an answer as it is."""
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Ends answers as they are."""
 
-    def step(self) -> bool:
+    def step(self) -> None:
         """Runs a step, or waits for one."""
-        ...
 
-    def stats(self) -> EngineStats:
-        """Returns what the engine holds."""
-        ...
+
+class _OwnEngine:
+    """An engine that a batch has for itself."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self.num_slots = engine, engine.scheduler.num_slots
+
+    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+        requests = []
+        for prompt in prompts:
+            tokens = self._engine.encode(prompt)
+            requests += [self._engine.prepare(tokens, one) for one in samplings]
+        enqueue_all(self._engine, requests)
+        return requests
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._engine.cancel(request)
+
+    def step(self) -> None:
+        self._engine.step()
+
+
+def enqueue_all(engine: Engine, requests: Sequence[Request]) -> None:
+    """Queues all requests, or none.
+
+    Raises:
+        ModelError: If one of them does not fit.
+    """
+    for number, request in enumerate(requests):
+        try:
+            engine.enqueue(request)
+        except Exception:
+            for queued in requests[:number]:
+                engine.cancel(queued)
+            raise
 
 
 def check_urls(source: str | Path, url: str) -> None:
@@ -82,7 +123,7 @@ def check_urls(source: str | Path, url: str) -> None:
 def answer_batch(
     source: str | Path,
     out: str | Path,
-    engine: BatchEngine,
+    engine: Engine,
     speaker: Speaker,
     *,
     progress: Callable[[int, int], None] | None = None,
@@ -103,25 +144,51 @@ def answer_batch(
 
     Raises:
         DataError: If rows are malformed or share an id, if `out` has responses to other rows, is
-            being written by another process, or cannot be written; before anything is computed.
-            Also if a response cannot be written later.
+            being written by another process, is the source, or cannot be written; before anything
+            is computed. Also if a response cannot be written later.
     """
+
+    def report(done: int, failed: int, every: int) -> None:
+        if progress is not None:
+            progress(done, every)
+
+    return answer_rows(source, out, _OwnEngine(engine), speaker, report)
+
+
+def answer_rows(
+    source: str | Path,
+    out: str | Path,
+    engine: BatchEngine,
+    speaker: Speaker,
+    report: Callable[[int, int, int], None],
+) -> BatchCard:
+    """Does the same with an engine that others may use too. `report` is called with the rows that
+    have a response, those among them whose response is an error, and all rows."""
     source, out = Path(source), Path(out)
     ids = _checked_ids(source)
     start = time.monotonic()
-    with _opened(out) as file:
+    with _opened(out, source) as file:
         done, failed = _responses(out, ids)
         card = BatchCard(len(ids), failed)
         work = _Work(engine, speaker, file, card)
         rows = (row for row in _rows(source) if row["custom_id"] not in done)
         try:
             for _ in work.through(rows):
-                if progress is not None:
-                    progress(len(done) + card.answered, len(ids))
+                report(len(done) + card.answered, card.failed, len(ids))
         finally:
             work.cancel()
     card.seconds = time.monotonic() - start
     return card
+
+
+@dataclasses.dataclass
+class _OpenRow:
+    """A row that the engine works on."""
+
+    asked: Asked
+    requests: list[Request]
+    left: list[Request]
+    """Those that are unfinished."""
 
 
 @dataclasses.dataclass
@@ -132,63 +199,72 @@ class _Work:
     speaker: Speaker
     file: FileIO
     card: BatchCard
-    waiting: dict[str, tuple[Asked, list[Request]]] = dataclasses.field(default_factory=dict)
+    waiting: dict[str, _OpenRow] = dataclasses.field(default_factory=dict)
+    num_left: int = 0
+    """Requests of all of them that are unfinished."""
 
     @property
     def is_full(self) -> bool:
-        stats = self.engine.stats()
-        return stats.num_waiting >= _AHEAD * max(stats.num_running, 1)
+        return self.num_left >= (1 + _AHEAD) * self.engine.num_slots
 
     def through(self, rows: Iterator[dict[str, Any]]) -> Iterator[None]:
-        """Answers rows; yields after each row that is added, and each step after the last."""
+        """Answers rows; yields after each row that is added, and each step that is waited for."""
         for row in rows:
             self.add(row)
+            # An engine that others run completes rows at any time.
+            self.write_complete()
+            yield
             while self.is_full:
                 self.step()
-            yield
+                yield
         while self.waiting:
             self.step()
             yield
 
     def cancel(self) -> None:
         """Gives back what unfinished rows hold."""
-        for _, requests in self.waiting.values():
-            for request in requests:
-                self.engine.cancel(request)
+        self.engine.cancel([request for row in self.waiting.values() for request in row.left])
 
     def add(self, row: dict[str, Any]) -> None:
         """Submits a row, or writes why it cannot be answered."""
-        name, requests = row["custom_id"], []
+        name = row["custom_id"]
         try:
             asked = parse(row["url"], row["body"], self.speaker)
-            for prompt in asked.prompts:
-                for sampling in asked.samplings:
-                    requests.append(self.engine.submit(prompt, sampling))
+            requests = self.engine.submit(asked.prompts, asked.samplings)
         except (BodyError, ModelError, MissingExtraError) as error:
-            self._refuse(name, requests, error)
+            self._refuse(name, error)
             return
-        self.waiting[name] = asked, requests
+        self.waiting[name] = _OpenRow(asked, requests, requests)
 
     def step(self) -> None:
         """Runs a step, and writes the rows that it completes."""
         self.engine.step()
-        complete = [n for n, (_, every) in self.waiting.items() if all(r.finished for r in every)]
-        for name in complete:
-            asked, requests = self.waiting.pop(name)
-            try:
-                completions = [request.answer() for request in requests]
-            except ModelError as error:
-                self._refuse(name, requests, error)
-                continue
-            self._count(asked, completions)
-            body = response(
-                asked, completions, self.speaker, identity=f"cmpl-{name}", created=int(time.time())
-            )
-            self._write(name, 200, body)
+        self.write_complete()
 
-    def _refuse(self, name: str, requests: list[Request], error: ShardlibError) -> None:
-        for request in requests:
-            self.engine.cancel(request)
+    def write_complete(self) -> None:
+        """Writes the rows that are complete."""
+        self.num_left, complete = 0, []
+        for name, row in self.waiting.items():
+            row.left = [request for request in row.left if not request.finished]
+            self.num_left += len(row.left)
+            if not row.left:
+                complete.append(name)
+        for name in complete:
+            self._answer(name, self.waiting.pop(name))
+
+    def _answer(self, name: str, row: _OpenRow) -> None:
+        try:
+            completions = [request.answer() for request in row.requests]
+        except ModelError as error:
+            self._refuse(name, error)
+            return
+        self._count(row.asked, completions)
+        body = response(
+            row.asked, completions, self.speaker, identity=f"cmpl-{name}", created=int(time.time())
+        )
+        self._write(name, 200, body)
+
+    def _refuse(self, name: str, error: ShardlibError) -> None:
         self.card.refused += 1
         self.card.failed += 1
         status = error.status if isinstance(error, BodyError) else 400
@@ -201,9 +277,7 @@ class _Work:
             self.card.answer_tokens += 0 if asked.drops_answer else len(one.tokens)
 
     def _write(self, name: str, status: int, body: dict[str, Any]) -> None:
-        row = {
-            "id": f"batch_req_{name}",
-            "custom_id": name,
+        row = _beginning(name) | {
             "response": {"status_code": status, "request_id": name, "body": body},
             "error": None,
         }
@@ -219,36 +293,29 @@ class _Work:
         self.card.answered += 1
 
 
-def _opened(out: Path) -> FileIO:
+def _beginning(name: str) -> dict[str, Any]:
+    """Returns the fields with which the response to a row begins."""
+    return {"id": f"batch_req_{name}", "custom_id": name}
+
+
+def _opened(out: Path, source: Path) -> FileIO:
     """Returns a file to append to, which is this process's alone."""
     if out.exists() and not out.is_file():
         raise DataError(f"{out} is not a file.\n  Name a file for the responses.")
+    if out.exists() and os.path.samefile(out, source):
+        raise DataError(f"{out} is the file of the requests.\n  Name another for the responses.")
     try:
         file = out.open("ab", buffering=0)
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror}.\n  Name another.") from error
     try:
-        _lock(file)
+        lock(file)
     except BlockingIOError:
         file.close()
         raise DataError(
             f"another process writes responses to {out}.\n  Wait for its end, or name another file."
         ) from None
     return file
-
-
-def _lock(file: FileIO) -> None:
-    """Raises `BlockingIOError` if another process holds the file."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # Some network file systems have no locks.
-        return
 
 
 def fault_of_source(source: str | Path) -> str | None:
@@ -357,18 +424,43 @@ def _responses(out: Path, ids: set[str]) -> tuple[set[str], int]:
     Raises:
         DataError: If the file has lines that do not respond to these rows.
     """
-    data = out.read_bytes()
-    end = data.rfind(b"\n") + 1
-    try:
-        rows = [json.loads(line) for line in data[:end].splitlines()]
-        found = [(row["custom_id"], row["response"]["status_code"]) for row in rows]
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{out} has lines that are not responses.\n  Name another file.") from None
-    if foreign := [name for name, _ in found if name not in ids]:
-        raise DataError(
-            f"{out} answers {foreign[0]!r}, which no row of the input is called.\n"
-            "  Name another file, or the input that it belongs to."
-        )
-    if end < len(data):
+    done, failed, end, tail = set[str](), 0, 0, b""
+    with out.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                tail = line
+                break
+            name, status = _identified(out, line)
+            if name not in ids:
+                raise DataError(
+                    f"{out} answers {name!r}, which no row of the input is called.\n"
+                    "  Name another file, or the input that it belongs to."
+                )
+            done.add(name)
+            failed += status != 200
+            end += len(line)
+    if tail:
+        if not any(_begins(tail, name) for name in ids):
+            raise _foreign(out)
         os.truncate(out, end)
-    return {name for name, _ in found}, sum(status != 200 for _, status in found)
+    return done, failed
+
+
+def _identified(out: Path, line: bytes) -> tuple[Any, Any]:
+    """Returns the row that a response answers, and its status."""
+    try:
+        row = json.loads(line)
+        return row["custom_id"], row["response"]["status_code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _foreign(out) from None
+
+
+def _foreign(out: Path) -> DataError:
+    return DataError(f"{out} has lines that are not responses.\n  Name another file.")
+
+
+def _begins(tail: bytes, name: str) -> bool:
+    """Returns whether bytes may be a part of the response to a row, from its first byte on."""
+    # Without the brace at the end: other fields follow.
+    start = json.dumps(_beginning(name))[:-1].encode() + b", "
+    return tail.startswith(start) or start.startswith(tail)

@@ -7,12 +7,13 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardlib.engine import EngineStats, Request, Sampling
+from shardlib.engine import Engine, Request, Sampling
 from shardlib.engine.arguments import Prompt
 from shardlib.errors import ShardlibError
-from shardlib.serve.batch import answer_batch, check_urls
+from shardlib.serve.batch import answer_rows, check_urls, enqueue_all
 from shardlib.serve.bodies import Speaker
 from shardlib.serve.engine_thread import EngineStoppedError, EngineThread
 from shardlib.serve.file_store import FileStore
@@ -43,7 +44,12 @@ class BatchJobs:
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread.
+
+        Raises:
+            ConfigError: If another server uses the folder.
+        """
+        self.store.hold()
         self.store.remove_remains()
         for batch in self.store.unfinished():
             if batch["status"] == "cancelling":
@@ -51,12 +57,18 @@ class BatchJobs:
             self._queue.put(batch["id"])
         self._thread.start()
 
-    def stop(self, seconds: float = 5.0) -> None:
-        """Ends the thread; the batch that runs goes on after the next start."""
+    def drain(self) -> None:
+        """Tells the thread to end; the batch that runs goes on after the next start."""
         self._stopping.set()
         self._queue.put(None)
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """Ends the thread, and leaves the folder to another server."""
+        self.drain()
         if self._thread.ident is not None:
             self._thread.join(seconds)
+        if not self._thread.is_alive():
+            self.store.release()
 
     def add(self, file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
         """Queues a batch, and returns it."""
@@ -129,20 +141,17 @@ class BatchJobs:
         out = self._output(identity)
         engine = _SharedEngine(self._engine, lambda: self._check(identity))
         self._update(identity, status="in_progress", in_progress_at=int(time.time()))
-        reporter = _CountReporter(lambda done, total: self._counted(identity, done, total))
+        reporter = _CountReporter(lambda *counts: self._counted(identity, *counts))
         try:
             self._check(identity)
             check_urls(source, batch["endpoint"])
-            card = answer_batch(
-                source, self.store.content(out), engine, self._speaker, progress=reporter
-            )
+            card = answer_rows(source, self.store.content(out), engine, self._speaker, reporter)
         except _BatchStoppedError:
             if self._stopping.is_set():
                 raise
             self._end(identity, "cancelled")
             return
-        counts = {"total": card.rows, "completed": card.rows - card.failed, "failed": card.failed}
-        self._end(identity, "completed", counts=counts)
+        self._end(identity, "completed", counts=_counts(card.rows, card.failed, card.rows))
 
     def _output(self, identity: str) -> str:
         """Returns the id of the file of responses, the same after a restart."""
@@ -152,9 +161,9 @@ class BatchJobs:
         if self._stopping.is_set() or identity in self._cancelled:
             raise _BatchStoppedError
 
-    def _counted(self, identity: str, done: int, total: int) -> None:
+    def _counted(self, identity: str, done: int, failed: int, total: int) -> None:
         self._check(identity)
-        self._update(identity, request_counts={"total": total, "completed": done, "failed": 0})
+        self._update(identity, request_counts=_counts(done, failed, total))
 
     def _update(self, identity: str, **fields: Any) -> None:
         with self._lock:
@@ -192,41 +201,58 @@ class BatchJobs:
             self._cancelled.discard(identity)
 
 
+def _counts(done: int, failed: int, total: int) -> dict[str, int]:
+    """Returns the numbers of rows as the API has them: all responses are one or the other."""
+    return {"total": total, "completed": done - failed, "failed": failed}
+
+
 class _CountReporter:
     """Reports progress now and then."""
 
-    def __init__(self, report: Any):
+    def __init__(self, report: Callable[[int, int, int], None]):
         self._report, self._next = report, 0.0
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, failed: int, total: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _REPORT_SECONDS
-            self._report(done, total)
+            self._report(done, failed, total)
 
 
 class _SharedEngine:
     """The engine, which its own thread runs, as a batch uses one."""
 
-    def __init__(self, thread: EngineThread, check: Any):
-        self._thread, self._check = thread, check
+    def __init__(self, thread: EngineThread, check: Callable[[], None]):
+        self._thread, self._check, self.num_slots = thread, check, thread.num_slots
 
-    def submit(self, prompt: Prompt, sampling: Sampling) -> Request:
-        (request,) = self._thread.prepare(prompt, [sampling], priority=_LATER)
-        return self._thread.call(lambda engine: engine.enqueue(request)).result()
+    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+        requests = []
+        for prompt in prompts:
+            requests += self._thread.prepare(prompt, samplings, priority=_LATER)
 
-    def cancel(self, request: Request) -> None:
+        def enqueue(engine: Engine) -> None:
+            try:
+                enqueue_all(engine, requests)
+            except Exception as error:
+                for request in requests:
+                    request.error, request.finish_reason = error, "error"
+
+        # Nobody waits for the call: it comes between two steps, and a row would take one each.
+        self._thread.call(enqueue)
+        return requests
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        def cancel_all(engine: Engine) -> None:
+            for request in requests:
+                engine.cancel(request)
+
         try:
-            self._thread.call(lambda engine: engine.cancel(request)).result()
+            self._thread.call(cancel_all).result()
         except EngineStoppedError:
             return
 
-    def step(self) -> bool:
+    def step(self) -> None:
         self._check()
         with self._thread.stepped:
             self._thread.stepped.wait(_STEP_SECONDS)
         if not self._thread.is_alive:
             raise EngineStoppedError("the engine has stopped.\n  Start the server again.")
-        return True
-
-    def stats(self) -> EngineStats:
-        return self._thread.stats

@@ -5,11 +5,13 @@ Source: the OpenAI API reference, "Completions", "Chat" and "Embeddings". The fi
 added, and `response_format` has the types `regex` and `lark` besides.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
 import re
 import reprlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -123,8 +125,23 @@ class Speaker:
         return self.name, *self.adapters
 
 
-def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) -> Asked:
+def parse(
+    url: str,
+    body: Any,
+    speaker: Speaker,
+    *,
+    is_live: bool = False,
+    most_answers: int | None = None,
+) -> Asked:
     """Returns what a body asks for.
+
+    Args:
+        url: The path of the API.
+        body: The value of its JSON.
+        speaker: The model.
+        is_live: Whether a client waits: it may be sent a stream, and gets another answer each time
+            unless it gives a seed. A row of a batch gets the same again, after a restart too.
+        most_answers: Answers that a body may ask for; None for any number.
 
     Raises:
         BodyError: If the URL is unknown, or the body has unknown or missing fields or wrong values;
@@ -147,18 +164,19 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         )
     adapter = None if name == speaker.name else name
     if known == EMBEDDINGS:
-        return _embeddings(given, adapter)
-    streams, includes_usage = _streaming(given, may_stream)
+        return _embeddings(given, adapter, most_answers)
+    streams, includes_usage = _streaming(given, is_live)
     prompts = _prompts(given, "prompt") if known == COMPLETIONS else (_chat(given, speaker),)
     choices = given.get("n", 1)
     if not 1 <= choices <= _MOST_CHOICES:
         raise BodyError(f"n is {choices}.\n  Give a number from 1 to {_MOST_CHOICES}.")
+    _check_count(len(prompts) * choices, most_answers)
     grammar = _forced_call(given, speaker) if known == CHAT else None
     grammar = _grammar(given.get("response_format", {"type": "text"})) or grammar
     try:
-        samplings = tuple(
-            _sampling(known, given, choice, adapter, grammar) for choice in range(choices)
-        )
+        one = _sampling(known, given, adapter, grammar)
+        seeds = _seeds(given, choices, is_live)
+        samplings = tuple(_with_seed(one, seed) for seed in seeds)
     except ModelError as error:
         raise BodyError(str(error)) from None
     return Asked(
@@ -173,6 +191,17 @@ def parse(url: str, body: Any, speaker: Speaker, *, may_stream: bool = False) ->
         includes_usage=includes_usage,
         tools=tuple(one["function"]["name"] for one in _tools(given)) if known == CHAT else (),
     )
+
+
+def _check_count(count: int, most: int | None) -> None:
+    """Raises `BodyError` if a body asks for too many answers."""
+    if most is not None and count > most:
+        raise BodyError(
+            f"the body asks for {count} answers, and the server holds {most}.\n"
+            "  Send fewer prompts in a body.",
+            status=413,
+            code="too_many_prompts",
+        )
 
 
 def _streaming(given: Mapping[str, Any], may_stream: bool) -> tuple[bool, bool]:
@@ -210,12 +239,13 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _embeddings(given: Mapping[str, Any], adapter: str | None) -> Asked:
+def _embeddings(given: Mapping[str, Any], adapter: str | None, most_answers: int | None) -> Asked:
     form = given.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise BodyError(f"encoding_format is {form!r}.\n  Give 'float' or 'base64'.")
     sampling = Sampling(max_tokens=1, embedding=True, adapter=adapter)
     prompts, in_base64 = _prompts(given, "input"), form == "base64"
+    _check_count(len(prompts), most_answers)
     return Asked(
         EMBEDDINGS,
         given["model"],
@@ -384,8 +414,9 @@ def _object(function: Mapping[str, Any]) -> Any:
 
 
 def _sampling(
-    url: Url, given: Mapping[str, Any], choice: int, adapter: str | None, grammar: Grammar | None
+    url: Url, given: Mapping[str, Any], adapter: str | None, grammar: Grammar | None
 ) -> Sampling:
+    """Returns how all choices are drawn; each has a seed of its own."""
     most = _most_tokens(given)
     logprobs = given.get("logprobs")
     if url == COMPLETIONS:
@@ -412,7 +443,6 @@ def _sampling(
         top_k=given.get("top_k", 0),
         top_p=given.get("top_p", 1.0),
         min_p=given.get("min_p", 0.0),
-        seed=(given["seed"] + choice) % 2**32 if "seed" in given else _seed(given, choice),
         stop=stop,
         stop_tokens=tuple(given.get("stop_token_ids", ())),
         ignore_end=given.get("ignore_eos", False) or is_scored_alone,
@@ -473,7 +503,21 @@ def _grammar(given: Mapping[str, Any]) -> Grammar | None:
     )
 
 
-def _seed(given: Mapping[str, Any], choice: int) -> int:
-    """Returns a seed for a body without one: equal bodies have equal answers."""
-    digest = hashlib.blake2b(repr((sorted(given.items()), choice)).encode(), digest_size=4)
-    return int.from_bytes(digest.digest(), "little")
+def _seeds(given: Mapping[str, Any], choices: int, is_live: bool) -> list[int]:
+    """Returns the seeds of choices. Without a seed, equal rows of batches have equal answers."""
+    if "seed" in given:
+        first = given["seed"]
+    elif is_live:
+        first = secrets.randbits(32)
+    else:
+        # Once for all choices: a body may be long.
+        digest = hashlib.blake2b(repr(sorted(given.items())).encode(), digest_size=4)
+        first = int.from_bytes(digest.digest(), "little")
+    return [(first + choice) % 2**32 for choice in range(choices)]
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    # `dataclasses.replace` would check a bias of many tokens again, for each choice.
+    other = copy.copy(sampling)
+    object.__setattr__(other, "seed", seed)
+    return other

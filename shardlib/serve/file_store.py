@@ -3,18 +3,25 @@
 Source: the OpenAI API reference, "Files" and "Batch".
 """
 
+import contextlib
 import json
+import logging
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ConfigError
+from shardlib.serve.file_lock import lock
 
+_LOG = logging.getLogger(__name__)
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+_LOCK_FILE = "server.lock"
 
 
 class FileStore:
@@ -35,6 +42,44 @@ class FileStore:
             raise ConfigError(
                 f"the folder {folder} cannot be made: {error.strerror}.\n  Give another folder."
             ) from None
+        self._lock: FileIO | None = None
+
+    def hold(self) -> None:
+        """Keeps other servers out of the folder, until `release`.
+
+        Raises:
+            ConfigError: If another server uses it, or it cannot be written.
+        """
+        if self._lock is not None:
+            return
+        try:
+            file = (self.folder / _LOCK_FILE).open("ab+", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {self.folder} cannot be written: {error.strerror}.\n"
+                "  Give another folder."
+            ) from None
+        try:
+            if not lock(file):
+                _LOG.warning("%s has no locks: make sure that no other server uses it", self.folder)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(300).decode(errors="replace").strip() or "another process"
+            file.close()
+            raise ConfigError(
+                f"another server uses the folder {self.folder}: {holder}.\n"
+                "  End it, or give each server a folder of its own."
+            ) from None
+        with contextlib.suppress(OSError):  # On a full disk the lock still keeps others out.
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._lock = file
+
+    def release(self) -> None:
+        """Leaves the folder to another server."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def new_id(self, kind: str) -> str:
         """Returns an id of a new file or batch."""

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,21 @@ from shardlib.serve.http_errors import ApiError, error_response
 
 KEYS_VARIABLE = "SHARDLIB_API_KEYS"
 _DRAIN_SECONDS = 10
+_LARGE_BODY = 2**16
+"""Bytes of JSON beyond which other requests do not wait for its reading."""
+_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:
-    """Returns API keys: the lines of a file, where `#` begins a comment, or, without one,
-    what `SHARDLIB_API_KEYS` has between commas.
+    """Returns API keys: the lines of a file, where `#` begins a comment at the start of a line or
+    after a space, or, without one, what `SHARDLIB_API_KEYS` has between commas. There are none if
+    that is not set.
 
     Raises:
-        ConfigError: If the file cannot be read or has no key.
+        ConfigError: If the file cannot be read, or if it or the variable has no key.
     """
     if file is None:
-        return tuple(filter(None, map(str.strip, os.environ.get(KEYS_VARIABLE, "").split(","))))
+        return _keys_of_environment()
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -36,9 +41,22 @@ def read_keys(file: str | None) -> tuple[str, ...]:
         raise ConfigError(
             f"API keys cannot be read from {file}: {why}.\n  Name a file with one key a line."
         ) from None
-    keys = tuple(filter(None, (line.partition("#")[0].strip() for line in lines)))
+    keys = tuple(filter(None, (_COMMENT.sub("", line).strip() for line in lines)))
     if not keys:
         raise ConfigError(f"{file} has no API key.\n  Write one in each line.")
+    return keys
+
+
+def _keys_of_environment() -> tuple[str, ...]:
+    given = os.environ.get(KEYS_VARIABLE)
+    if given is None:
+        return ()
+    keys = tuple(filter(None, map(str.strip, given.split(","))))
+    if not keys:  # Its secret may have failed to load: the server must not be open to all.
+        raise ConfigError(
+            f"{KEYS_VARIABLE} is set and has no API key.\n"
+            "  Write keys with commas between them, or unset it for a server without keys."
+        )
     return keys
 
 
@@ -173,9 +191,21 @@ async def read_json(request: Request, most_bytes: int) -> Any:
         raise ApiError(415, f"the body is {kind or 'of no type'}.\n  Send application/json.")
     data = await read_body(request, most_bytes)
     try:
-        return json.loads(data, parse_constant=_refuse)
+        if len(data) > _LARGE_BODY:
+            return await asyncio.to_thread(_value, data, parse_int=_integer)
+        return _value(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}.\n  Repair it.") from None
+
+
+def _value(data: bytes, **options: Any) -> Any:
+    return json.loads(data, parse_constant=_refuse, **options)
+
+
+def _integer(text: str) -> int:
+    # The scanner is one call of C, which lets other threads run only where it calls Python. So a
+    # list of millions of token ids holds nobody up.
+    return int(text)
 
 
 def _refuse(name: str) -> None:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from shardlib.data.tokenizer import BytesTokenizer
 from shardlib.engine import Engine
+from shardlib.errors import ModelError
 from shardlib.registry import DataSpec
 from shardlib.serve.app import Service
 from shardlib.serve.batch_jobs import BatchJobs
@@ -57,6 +58,15 @@ class Slow(Engine):
     def step(self):
         time.sleep(0.02)
         return super().step()
+
+
+class Small(Engine):
+    """An engine whose queue refuses prompts of a hundred tokens or more."""
+
+    def enqueue(self, request):
+        if len(request.sequence.prompt) >= 100:
+            raise ModelError("the prompt needs more pages than there are")
+        return super().enqueue(request)
 
 
 @contextlib.contextmanager

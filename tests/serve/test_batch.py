@@ -8,7 +8,7 @@ import resource
 import sys
 
 import pytest
-from byte_decoder import SPEAKER, new_engine
+from byte_decoder import SPEAKER, Served, Small, new_engine
 
 from shardlib.errors import DataError
 from shardlib.serve import answer_batch
@@ -126,8 +126,6 @@ def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
             answer_batch(written(tmp_path / "in.jsonl", rows), out, engine, SPEAKER)
         assert not out.exists()
     source = written(tmp_path / "in.jsonl")
-    with pytest.raises(DataError, match="has lines that are not responses"):
-        answer_batch(source, source, engine, SPEAKER)
     out.write_text(json.dumps({"custom_id": "other", "response": {"status_code": 200}}) + "\n")
     with pytest.raises(DataError, match="answers 'other', which no row of the input is called"):
         answer_batch(source, out, engine, SPEAKER)
@@ -135,6 +133,74 @@ def test_files_that_are_refused_before_anything_is_computed(engine, tmp_path):
         (tmp_path / "in.jsonl").write_text(text)
         with pytest.raises(DataError, match=r"in\.jsonl:1: not JSON"):
             answer_batch(tmp_path / "in.jsonl", out, engine, SPEAKER)
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_the_requests_are_not_the_file_of_the_responses(engine, tmp_path, end):
+    source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + end)
+    link.symlink_to(source)
+    before = source.read_bytes()
+    for out in (source, link):
+        with pytest.raises(DataError, match=r"is the file of the requests\.\n  Name another"):
+            answer_batch(source, out, engine, SPEAKER)
+    assert source.read_bytes() == before
+
+
+def test_of_a_foreign_file_nothing_is_cut_off(engine, whole, tmp_path):
+    """The last line may lack its end only if it is a response to one of the rows."""
+    source, out = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    other = '{"id": "batch_req_66a", "custom_id": "r1", "response": {'
+    for tail in ('{"a": 1}', "notes", "{}", '{"id": "batch_req_r1", "custom_id": "r2"', other):
+        for before in ("", "notes\n"):
+            out.write_text(before + tail)
+            with pytest.raises(DataError, match=r"has lines that are not responses\.\n  Name"):
+                answer_batch(source, out, engine, SPEAKER)
+            assert out.read_text() == before + tail
+    answer_batch(source, out.with_suffix(".whole"), engine, SPEAKER)
+    line = out.with_suffix(".whole").read_bytes().splitlines()[0]
+    for length in (1, 10, 40, 60, len(line)):
+        out.write_bytes(line[:length])
+        assert answer_batch(source, out, engine, SPEAKER).answered == 18
+        assert responses(out).keys() == whole.keys()
+
+
+def test_a_row_that_the_queue_refuses_is_refused_alone(tmp_path):
+    engine = Small(Served(), slots=4, context=128, chunk=64)
+    large = row("large", {"prompt": ["a", "a" * 100], "n": 2})
+    card = answer_batch(
+        written(tmp_path / "in.jsonl", [large, ROWS[0]]), tmp_path / "out.jsonl", engine, SPEAKER
+    )
+    assert (card.answered, card.refused, engine.stats().pages_used) == (2, 1, 0)
+    assert responses(tmp_path / "out.jsonl")["r0"]["status_code"] == 200
+
+
+def test_rows_are_read_ahead_for_all_slots_and_no_more(engine, tmp_path, monkeypatch):
+    """Also with rows of several requests."""
+    rows = [row(f"m{n}", {"prompt": "a", "n": 3, "max_tokens": 2}) for n in range(20)]
+    before, seen = engine.stats().num_steps, []
+    step = engine.step
+
+    def counted():
+        seen.append(engine.stats().num_waiting + engine.stats().num_running)
+        return step()
+
+    monkeypatch.setattr(engine, "step", counted)
+    answer_batch(written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", engine, SPEAKER)
+    assert 12 <= max(seen) < 12 + 3, "4 slots run, 8 requests wait, and rows stay whole"
+    assert len(seen) <= engine.stats().num_steps - before + 2
+
+
+def test_rows_without_a_seed_get_the_same_answer_again(engine, tmp_path):
+    """So that a batch that goes on does as one that was never stopped."""
+    rows = [row("s", {"prompt": "a", "n": 3, "max_tokens": 8})]
+    source = written(tmp_path / "in.jsonl", rows)
+    found = []
+    for name in ("one.jsonl", "two.jsonl"):
+        answer_batch(source, tmp_path / name, engine, SPEAKER)
+        found.append([one["text"] for one in responses(tmp_path / name)["s"]["body"]["choices"]])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
 
 
 def test_a_full_disk_loses_no_response(engine, whole, tmp_path):

@@ -7,9 +7,12 @@ import time
 
 import openai
 import pytest
-from byte_decoder import LONG, Served, Slow, client, serving, wait_until
+from byte_decoder import LONG, SPEAKER, Served, Slow, Small, client, new_engine, serving, wait_until
 
+from shardlib.errors import ConfigError
 from shardlib.serve import batch_jobs
+from shardlib.serve.app import Service
+from shardlib.serve.engine_thread import EngineThread
 from shardlib.serve.file_store import FileStore
 
 ROWS = [
@@ -35,9 +38,9 @@ def lines(rows):
 
 
 @contextlib.contextmanager
-def official(folder):
+def official(folder, engine=None):
     with contextlib.ExitStack() as stack:
-        service, address = stack.enter_context(serving(files=folder))
+        service, address = stack.enter_context(serving(engine, files=folder))
         options = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0}
         yield stack.enter_context(openai.OpenAI(**options)), service, address
 
@@ -104,6 +107,70 @@ def test_what_a_kill_has_left_is_removed_at_the_next_start(tmp_path):
         f"{batch['id']}.json",
         *(store.content(identity).name for identity in contents[:2]),
     }
+
+
+@pytest.mark.process
+def test_rows_of_a_batch_are_written_as_they_are_complete(tmp_path, monkeypatch):
+    """Also if answers are so short that no request ever waits for a slot."""
+    monkeypatch.setattr(batch_jobs, "_REPORT_SECONDS", 0.0)
+    bad = ROWS[0] | {"custom_id": "bad", "body": {"temprature": 1}}
+    short = {"prompt": "a", "max_tokens": 1}
+    rows = [bad, *(ROWS[0] | {"custom_id": f"s{n}", "body": short} for n in range(200))]
+    with official(tmp_path, Slow(Served(), slots=4, context=128)) as (one, service, _):
+        start = service.thread.stats.num_steps
+        batch = batched(one, rows)
+        content, most = tmp_path / f"{batch.id.replace('batch', 'file')}.content", 0
+
+        def is_written():
+            nonlocal most
+            stats = service.thread.stats
+            most = max(most, stats.num_waiting + stats.num_running)
+            return content.exists() and content.read_bytes().count(b"\n") > 20
+
+        wait_until(is_written)
+        answered = service.thread.stats.answer_tokens
+        counts = one.batches.retrieve(batch.id).request_counts
+        assert answered < 100
+        assert most <= 12, "4 slots, and 8 requests ahead"
+        assert (counts.total, counts.failed) == (201, 1)
+        assert 15 < counts.completed < 150
+        ended_counts = ended(one, batch).request_counts
+        assert (ended_counts.completed, ended_counts.failed) == (200, 1)
+        assert service.thread.stats.num_steps - start < 150, "several slots are used"
+
+
+@pytest.mark.process
+def test_a_row_that_the_queue_refuses_is_refused_alone(tmp_path):
+    large = ROWS[0] | {"custom_id": "large", "body": {"prompt": ["a", "a" * 100], "n": 2}}
+    with official(tmp_path, Small(Served(), slots=4, context=128)) as (one, service, _):
+        found = ended(one, batched(one, [large, *ROWS[:2]]))
+        assert (found.status, found.request_counts.failed) == ("completed", 1)
+        answered = map(json.loads, one.files.content(found.output_file_id).text.splitlines())
+        said = {row["custom_id"]: row["response"]["body"] for row in answered}
+        assert "pages" in said["large"]["error"]["message"]
+        assert service.thread.stats.pages_used == 0
+
+
+@pytest.mark.process
+def test_one_server_uses_a_folder(tmp_path):
+    with serving(files=tmp_path):
+        part = tmp_path / "file-1.part"
+        part.write_text("of an upload")
+        thread = EngineThread(new_engine(), most_waiting=1)
+        jobs = batch_jobs.BatchJobs(FileStore(tmp_path), thread, SPEAKER)
+        other = Service(thread, SPEAKER, jobs=jobs)
+        with pytest.raises(ConfigError) as refused:
+            other.start()
+        assert str(refused.value).startswith(f"another server uses the folder {tmp_path}: process ")
+        assert "\n  End it" in str(refused.value)
+        assert part.exists()
+        other.stop()
+        with pytest.raises(ConfigError, match="another server"):
+            FileStore(tmp_path).hold()
+    store = FileStore(tmp_path)
+    store.hold()
+    store.hold()
+    store.release()
 
 
 @pytest.mark.process
@@ -189,7 +256,7 @@ def test_an_upload_that_fails_leaves_nothing(tmp_path):
             file = {"file": ("in.jsonl", lines(ROWS))}
             sent = http.post("/v1/files", files=file, data={"purpose": "batch"})
             assert sent.status_code == 500
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == ["server.lock"]
 
 
 def listed(pages):

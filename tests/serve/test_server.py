@@ -20,12 +20,13 @@ import openai
 import pytest
 from byte_decoder import LONG, SPEAKER, TEXT, Served, Slow, client, new_engine, serving, wait_until
 from flax import nnx
+from starlette.requests import Request
 
 from shardlib.errors import ConfigError
 from shardlib.finetune import lora
-from shardlib.serve import server
+from shardlib.serve import bodies, server
 from shardlib.serve.app import ServerLimits
-from shardlib.serve.gate import read_keys
+from shardlib.serve.gate import read_json, read_keys
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,64 @@ def test_embeddings_are_those_of_the_engine(official, engine):
         np.testing.assert_allclose(vector, expected, atol=1e-6)
     assert found.usage.prompt_tokens == found.usage.total_tokens == 6
     assert official.embeddings.create(model="tiny", input=[1, 2, 3]).data[0].index == 0
+
+
+def test_equal_requests_without_a_seed_get_different_answers(official):
+    asked = {"model": "tiny", "prompt": "one", "max_tokens": 12, "temperature": 1.0, "n": 2}
+    found = [official.completions.create(**asked) for _ in "ab"]
+    assert len({choice.text for one in found for choice in one.choices}) == 4
+    found = [official.completions.create(**asked, seed=5) for _ in "ab"]
+    assert found[0].choices[1].text == found[1].choices[1].text
+
+
+def test_the_cost_of_a_body_does_not_grow_with_its_choices(monkeypatch):
+    """A long body is read once for all seeds, and one that asks for too much not at all."""
+    calls = []
+    blake2b = bodies.hashlib.blake2b
+
+    def counted(data, **options):
+        calls.append(data)
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(bodies.hashlib, "blake2b", counted)
+    body = {"prompt": "a", "n": 128}
+    asked = bodies.parse("/v1/completions", body, SPEAKER)
+    assert len({one.seed for one in asked.samplings}) == 128
+    assert len(calls) == 1
+    start = time.monotonic()
+    bias = {str(number): 1 for number in range(20_000)}
+    asked = bodies.parse("/v1/completions", body | {"logit_bias": bias}, SPEAKER, is_live=True)
+    assert time.monotonic() - start < 1, "a bias is checked once for all choices"
+    assert len({one.seed for one in asked.samplings}) == 128
+    many = {"prompt": ["a"] * 9, "n": 100}
+    for url, one in (("/v1/completions", many), ("/v1/embeddings", {"input": ["a"] * 900})):
+        with pytest.raises(bodies.BodyError, match=r"asks for 900 answers, and .* 12") as refused:
+            bodies.parse(url, one, SPEAKER, is_live=True, most_answers=12)
+        assert (refused.value.status, refused.value.code) == (413, "too_many_prompts")
+    assert len(calls) == 1
+
+
+def test_a_long_body_is_read_beside_the_event_loop(monkeypatch):
+    """While it is read, others are answered: here, a coroutine that ticks."""
+
+    def request(content):
+        async def receive():
+            return {"type": "http.request", "body": content}
+
+        headers = [(b"content-type", b"application/json")]
+        return Request({"type": "http", "headers": headers}, receive)
+
+    async def ticks_while_read(content):
+        ticks, task = 0, asyncio.create_task(read_json(request(content), 2**24))
+        while not task.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        return await task, ticks
+
+    assert asyncio.run(ticks_while_read(b"[1, 2]"))[1] < 5
+    value, ticks = asyncio.run(ticks_while_read(b"[" + b"12, " * 300_000 + b"3]"))
+    assert value == [12] * 300_000 + [3]
+    assert ticks > 5
 
 
 def test_models(official):
@@ -276,10 +335,16 @@ def engine_of_keys():
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
-    (tmp_path / "keys").write_text("# of the team\none\n\ntwo # of a guest\n")
-    assert read_keys(str(tmp_path / "keys")) == ("one", "two")
-    monkeypatch.setenv("SHARDLIB_API_KEYS", "a, b")
-    assert read_keys(None) == ("a", "b")
+    (tmp_path / "keys").write_text("# of the team\none\n\ntwo # of a guest\nth#ree\t#\n  # \n")
+    assert read_keys(str(tmp_path / "keys")) == ("one", "two", "th#ree")
+    monkeypatch.delenv("SHARDLIB_API_KEYS", raising=False)
+    assert read_keys(None) == ()
+    monkeypatch.setenv("SHARDLIB_API_KEYS", "a, b#c")
+    assert read_keys(None) == ("a", "b#c")
+    for empty in ("", " , "):
+        monkeypatch.setenv("SHARDLIB_API_KEYS", empty)
+        with pytest.raises(ConfigError, match=r"SHARDLIB_API_KEYS is set and has no.*\n  Write"):
+            read_keys(None)
     (tmp_path / "keys").write_text("# none\n")
     with pytest.raises(ConfigError, match="has no API key"):
         read_keys(str(tmp_path / "keys"))
