@@ -133,15 +133,9 @@ def parse(
     is_live: bool = False,
     most_answers: int | None = None,
 ) -> Asked:
-    """Returns what a body asks for.
-
-    Args:
-        url: The path of the API.
-        body: The value of its JSON.
-        speaker: The model.
-        is_live: Whether a client waits: it may be sent a stream, and gets another answer each time
-            unless it gives a seed. A row of a batch gets the same again, after a restart too.
-        most_answers: Answers that a body may ask for; None for any number.
+    """Returns what a body asks for: at most `most_answers`, if given. A client that waits
+    (`is_live`) may be sent a stream, and gets another answer each time unless it gives a seed; a
+    row of a batch gets the same again.
 
     Raises:
         BodyError: If the URL is unknown, or the body has unknown or missing fields or wrong values;

@@ -26,8 +26,8 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 def read_keys(file: str | None) -> tuple[str, ...]:
     """Returns API keys: the lines of a file, where `#` begins a comment at the start of a line or
-    after a space, or, without one, what `SHARDLIB_API_KEYS` has between commas. There are none if
-    that is not set.
+    after a space, or, without one, what `SHARDLIB_API_KEYS` has between commas: no keys if that
+    is not set.
 
     Raises:
         ConfigError: If the file cannot be read, or if it or the variable has no key.
