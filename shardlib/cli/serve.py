@@ -101,9 +101,13 @@ def serve(
     thread = EngineThread(engine, most_waiting=queue)
     jobs = BatchJobs(store, thread, speaker) if store is not None else None
     service = Service(thread, speaker, ServerLimits(connections, body_bytes), keys, jobs)
-    code = run(service, bound, started)
-    if thread.is_alive:
-        # It compiles, or runs a long step, and the end of the interpreter would abort.
+    _end(run(service, bound, started), is_busy=thread.is_alive)
+
+
+def _end(code: int, *, is_busy: bool) -> None:
+    """Ends the process. With an engine that compiles, or runs a long step, the interpreter's own
+    end would abort."""
+    if is_busy:
         sys.stderr.flush()
         os._exit(code)
     raise typer.Exit(code)
