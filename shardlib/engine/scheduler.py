@@ -236,9 +236,9 @@ class Scheduler:
         for number, group in enumerate(self._groups):
             last_first = reversed(group.in_order())
             lower = [one for one in last_first if one.priority > first.priority]
-            sent = (lower[:count] for count in range(len(lower) + 1))
-            fewest = next((some for some in sent if self._fits(first, group, some)), None)
-            if fewest is not None:
+            if self._fits(first, group, lower):
+                sent = (lower[:count] for count in range(len(lower) + 1))
+                fewest = next(some for some in sent if self._fits(first, group, some))
                 found.append((len(fewest), number, fewest))
         if found:
             for sequence in min(found)[2]:
