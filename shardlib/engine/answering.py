@@ -1,6 +1,7 @@
 """Requests that were submitted, and what the engine has done for all of them."""
 
 import dataclasses
+import time
 
 import numpy as np
 
@@ -28,6 +29,13 @@ class Request:
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    def restart_clock(self) -> None:
+        """Counts its times from now on."""
+        now = time.monotonic()
+        if self.deadline is not None:
+            self.deadline += now - self.submitted_at
+        self.submitted_at = now
 
     @property
     def finished(self) -> bool:

@@ -439,6 +439,7 @@ class Engine:
         return self._streamed(self._asked(prompt, sampling, **options))
 
     def _streamed(self, request: Request) -> Iterator[str]:
+        request.restart_clock()
         try:
             self.enqueue(request)
             while True:

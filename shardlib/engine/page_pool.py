@@ -58,13 +58,14 @@ class PagePool:
         """Returns the number of pages of the longest known prefix of `keys`."""
         return sum(1 for _ in itertools.takewhile(self._page_of.__contains__, keys))
 
-    def num_shared_in_use(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of the longest known prefix of `keys` sequences use."""
-        return sum(self._users[self._page_of[key]] > 0 for key in keys[: self.num_shared(keys)])
-
-    def num_own(self, pages: Iterable[int]) -> int:
-        """Returns how many pages of a sequence no other uses."""
-        return sum(self._users[page] == 1 for page in pages)
+    def has_room(self, count: int, keys: Sequence[bytes], released: Iterable[int]) -> bool:
+        """Returns whether a sequence of `count` pages would fit, once others had `released` theirs.
+        It shares the pages of the longest known prefix of `keys`."""
+        fewer = collections.Counter(released)
+        shared = [self._page_of[key] for key in keys[: self.num_shared(keys)]]
+        in_use = sum(self._users[page] > fewer[page] for page in shared)
+        freed = sum(self._users[page] == uses for page, uses in fewer.items())
+        return self.num_available + freed >= count - in_use
 
     def shared(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the pages of the longest known prefix of `keys`, used by one more sequence."""

@@ -248,11 +248,11 @@ class Scheduler:
         self, sequence: SequenceState, group: _Group, without: Sequence[SequenceState]
     ) -> bool:
         """Returns whether a group has a slot and pages for a waiting sequence, `without` some."""
-        pool, keys = group.pool, self._prefix_keys(sequence)
-        need = self._pages_for(sequence.num_known) - pool.num_shared_in_use(keys)
-        have = pool.num_available + sum(pool.num_own(one.pages) for one in without)
-        slots = len(group.free_slots) + len(without)
-        return slots > 0 and have >= need + self._growing(group, without)
+        if not group.free_slots and not without:
+            return False
+        need = self._pages_for(sequence.num_known) + self._growing(group, without)
+        released = itertools.chain.from_iterable(one.pages for one in without)
+        return group.pool.has_room(need, self._prefix_keys(sequence), released)
 
     def _growing(self, group: _Group, without: Sequence[SequenceState] = ()) -> int:
         """Returns how many running sequences may need a page more, `without` some."""

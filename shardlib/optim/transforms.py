@@ -49,15 +49,17 @@ def path_mask(predicate: PathPredicate) -> Callable[[Any], Any]:
 
 
 def compute_in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Runs `inner` on float32 gradients and parameters, and casts updates to the params' dtype.
+    """Runs `inner` on float32 gradients and parameters, and casts updates to the params' dtype. It
+    refuses complex parameters.
 
     Second moments and small weight decays vanish in bfloat16, whose relative spacing is 2**-8.
     """
 
     def up(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.float32), tree)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
     def init(params: PyTree) -> PyTree:
+        _refuse_complex(params)
         return inner.init(up(params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
@@ -69,6 +71,17 @@ def compute_in_float32(inner: optax.GradientTransformation) -> optax.GradientTra
         return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _refuse_complex(params: PyTree) -> None:
+    # Their gradients by JAX are the conjugates of the directions in which a loss grows.
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    if names := [path_string(path) for path, x in paths if jnp.iscomplexobj(x)]:
+        raise ModelError(
+            f"the parameters {', '.join(names)} are complex, and optimizers of a config take real "
+            "ones.\n  Make a step with optax.contrib.split_real_and_imaginary(...), or store the "
+            "two parts as two parameters."
+        )
 
 
 def store_as(

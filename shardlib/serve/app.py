@@ -134,7 +134,7 @@ class Service:
         """Returns what a body asks for, and a request for each answer."""
         most = self.thread.most_prompts
         asked = parse(url, body, self.speaker, is_live=True, most_answers=most)
-        every = (self.thread.prepare(prompt, asked.samplings) for prompt in asked.prompts)
+        every = (self.thread.prepare(*one) for one in asked.by_prompt())
         return asked, [request for requests in every for request in requests]
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardlib.data.records import json_lines
-from shardlib.engine import Completion, Engine, Request, Sampling
-from shardlib.engine.arguments import Prompt
+from shardlib.engine import Completion, Engine, Request
 from shardlib.errors import DataError, MissingExtraError, ModelError, ShardlibError, require
-from shardlib.serve.bodies import Asked, BodyError, Speaker, parse
+from shardlib.serve.bodies import Asked, Asking, BodyError, Speaker, parse
 from shardlib.serve.file_lock import lock
 from shardlib.serve.responses import response
 
@@ -57,7 +56,7 @@ class BatchEngine(Protocol):
     num_slots: int
     """Requests that run at once."""
 
-    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+    def submit(self, asking: Asking) -> list[Request]:
         """Queues all choices of all prompts, or none. A fault that shows later is the error of the
         requests.
 
@@ -79,9 +78,9 @@ class _OwnEngine:
     def __init__(self, engine: Engine):
         self._engine, self.num_slots = engine, engine.scheduler.num_slots
 
-    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+    def submit(self, asking: Asking) -> list[Request]:
         requests = []
-        for prompt in prompts:
+        for prompt, samplings in asking:
             tokens = self._engine.encode(prompt)
             requests += [self._engine.prepare(tokens, one) for one in samplings]
         enqueue_all(self._engine, requests)
@@ -230,7 +229,7 @@ class _Work:
         name = row["custom_id"]
         try:
             asked = parse(row["url"], row["body"], self.speaker)
-            requests = self.engine.submit(asked.prompts, asked.samplings)
+            requests = self.engine.submit(asked.by_prompt())
         except (BodyError, ModelError, MissingExtraError) as error:
             self._refuse(name, error)
             return

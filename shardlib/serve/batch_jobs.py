@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardlib.engine import Engine, Request, Sampling
-from shardlib.engine.arguments import Prompt
+from shardlib.engine import Engine, Request
 from shardlib.errors import ShardlibError
 from shardlib.serve.batch import answer_rows, check_urls, enqueue_all
-from shardlib.serve.bodies import Speaker
+from shardlib.serve.bodies import Asking, Speaker
 from shardlib.serve.engine_thread import EngineStoppedError, EngineThread
 from shardlib.serve.file_store import FileStore
 
@@ -224,9 +223,9 @@ class _SharedEngine:
     def __init__(self, thread: EngineThread, check: Callable[[], None]):
         self._thread, self._check, self.num_slots = thread, check, thread.num_slots
 
-    def submit(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> list[Request]:
+    def submit(self, asking: Asking) -> list[Request]:
         requests = []
-        for prompt in prompts:
+        for prompt, samplings in asking:
             requests += self._thread.prepare(prompt, samplings, priority=_LATER)
 
         def enqueue(engine: Engine) -> None:

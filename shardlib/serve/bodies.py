@@ -78,6 +78,10 @@ class BodyError(ShardlibError):
         self.status, self.code = status, code
 
 
+Asking = Sequence[tuple[str | tuple[int, ...], tuple[Sampling, ...]]]
+"""Prompts with the samplings of their choices."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a body asks for."""
@@ -102,6 +106,17 @@ class Asked:
     """Names of the tools that an answer may call."""
     in_base64: bool = False
     """Whether embeddings are the base64 of their float32, little end first."""
+    has_seed: bool = True
+    """Whether the body says how its answers are drawn."""
+
+    def by_prompt(self) -> Asking:
+        """Returns each prompt with the samplings of its choices. Without a seed, equal prompts are
+        answered apart."""
+        every, number = [], 0
+        for prompt in self.prompts:
+            every.append((prompt, tuple(_seeded(one, number) for one in self.samplings)))
+            number += 0 if self.has_seed else len(self.samplings)
+        return every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +184,7 @@ def parse(
     grammar = _grammar(given.get("response_format", {"type": "text"})) or grammar
     try:
         one = _sampling(known, given, adapter, grammar)
-        seeds = _seeds(given, choices, is_live)
-        samplings = tuple(_with_seed(one, seed) for seed in seeds)
+        samplings = tuple(_with_seed(one, seed) for seed in _seeds(given, choices, is_live))
     except ModelError as error:
         raise BodyError(str(error)) from None
     return Asked(
@@ -184,6 +198,7 @@ def parse(
         streams=streams,
         includes_usage=includes_usage,
         tools=tuple(one["function"]["name"] for one in _tools(given)) if known == CHAT else (),
+        has_seed="seed" in given,
     )
 
 
@@ -508,6 +523,10 @@ def _seeds(given: Mapping[str, Any], choices: int, is_live: bool) -> list[int]:
         digest = hashlib.blake2b(repr(sorted(given.items())).encode(), digest_size=4)
         first = int.from_bytes(digest.digest(), "little")
     return [(first + choice) % 2**32 for choice in range(choices)]
+
+
+def _seeded(sampling: Sampling, more: int) -> Sampling:
+    return _with_seed(sampling, ((sampling.seed or 0) + more) % 2**32) if more else sampling
 
 
 def _with_seed(sampling: Sampling, seed: int) -> Sampling:

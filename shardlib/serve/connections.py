@@ -2,48 +2,53 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
-_IDLE = -1
-"""In place of bytes, for a connection without an open request."""
 
 
 class ConnectionWatch:
     """Finds connections that make no progress.
 
     Args:
-        stalled_seconds: Longest time in which a client reads nothing of what is written.
-        idle_seconds: Longest time without a whole request.
+        stalled_seconds: Longest time in which a client reads nothing of a whole response.
+        idle_seconds: Longest time without a new request.
     """
 
     def __init__(self, stalled_seconds: float, idle_seconds: float):
         self._stalled_seconds, self._idle_seconds = stalled_seconds, idle_seconds
-        self._seen: dict[Any, tuple[int, float]] = {}
-        """Bytes that wait for the client, and since when they did not get fewer."""
+        self._seen: dict[Any, tuple[tuple[Any, int], float]] = {}
+        """The last request and the buffered bytes of a connection, and since when they are so."""
 
-    def end_stalled(self, connections: Iterable[Any]) -> None:
-        """Ends the connections that make no progress; they are protocols of uvicorn. What is
-        buffered for their clients is dropped, so that they hold no memory."""
+    def end_stalled(self, connections: Iterable[Any], stalled: Collection[Any]) -> None:
+        """Ends the connections that make no progress; they are protocols of uvicorn. `stalled` are
+        the addresses of clients that do not read the response that is being sent. What is buffered
+        for a client is dropped, so that it holds no memory."""
         now, seen = time.monotonic(), {}
         for connection in connections:
-            waiting = _waiting(connection)
-            before, since = self._seen.get(connection, (waiting, now))
-            has_moved = waiting < before or (before < 0) != (waiting < 0)
-            since = now if has_moved or not waiting else since
-            longest = self._idle_seconds if waiting == _IDLE else self._stalled_seconds
-            if now - since > longest:
-                _LOG.warning("A client made no progress for %g seconds, and is cut off.", longest)
-                connection.transport.abort()
-            else:
-                seen[connection] = waiting, since
+            if connection.client in stalled:
+                _end(connection, self._stalled_seconds)
+            elif (state := _state(connection)) is not None:
+                before, since = self._seen.get(connection, (state, now))
+                since = since if state == before else now
+                longest = self._stalled_seconds if state[1] else self._idle_seconds
+                if now - since > longest:
+                    _end(connection, longest)
+                else:
+                    seen[connection] = state, since
         self._seen = seen
 
 
-def _waiting(connection: Any) -> int:
-    """Returns the bytes that wait for a client, or that it has no open request."""
-    if size := connection.transport.get_write_buffer_size():
-        return size
+def _state(connection: Any) -> tuple[Any, int] | None:
+    """Returns the last request and the buffered bytes of a connection that waits for its client;
+    None while a response is made."""
     request = connection.cycle
-    return _IDLE if request is None or request.response_complete else 0
+    if request is not None and not request.response_complete:
+        return None
+    return request, connection.transport.get_write_buffer_size()
+
+
+def _end(connection: Any, seconds: float) -> None:
+    _LOG.warning("A client made no progress for %g seconds, and is cut off.", seconds)
+    connection.transport.abort()

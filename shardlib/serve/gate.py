@@ -63,8 +63,8 @@ def _keys_of_environment() -> tuple[str, ...]:
 @dataclasses.dataclass
 class Gate:
     """What the requests below `/v1` have to pass, as middleware of ASGI. A request needs one of the
-    keys, if there are any; `most_requests` may be open at once. The next piece of a body may take
-    `stalled_seconds`. `responded` is called with the status of each response."""
+    keys, if there are any; `most_requests` may be open at once. The next piece of a body, or of a
+    response, may take `stalled_seconds`. `responded` is called with the status of each response."""
 
     app: ASGIApp
     keys: Iterable[str] = ()
@@ -72,6 +72,8 @@ class Gate:
     responded: Callable[[int], None] = lambda status: None
     stalled_seconds: float = 20.0
     num_open: int = 0
+    stalled: set[Any] = dataclasses.field(default_factory=set)
+    """Addresses of clients that do not read, whose connections the server ends."""
     is_draining: bool = False
     """Whether new requests are refused, because the server is about to end."""
 
@@ -87,7 +89,11 @@ class Gate:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.responded(message["status"])
-            await send(message)
+            try:
+                async with asyncio.timeout(self.stalled_seconds):
+                    await send(message)
+            except TimeoutError:
+                self.stalled.add(scope["client"])
 
         if (refusal := self._refusal(request)) is not None:
             response = await error_response(request, refusal)

@@ -15,8 +15,8 @@ from shardlib.serve.connections import ConnectionWatch
 
 _KEEP_ALIVE_SECONDS = 30
 _REQUEST_SECONDS = 35
-"""Longest time of a connection without a whole request: longer than uvicorn keeps one that waits
-for its next."""
+"""Longest time of a connection without a new request: longer than uvicorn keeps one that waits for
+its next."""
 _FLUSH_SECONDS = 10
 """Longest wait, at the end, for clients to read what is written."""
 _TICKS_OF_WATCH = 10
@@ -57,7 +57,9 @@ class Server(uvicorn.Server):
         if self.service.gate.is_draining and self.service.gate.num_open == 0:
             self.should_exit = True
         if counter % _TICKS_OF_WATCH == 0:
-            self._watch.end_stalled(self.server_state.connections.copy())
+            gate, connections = self.service.gate, self.server_state.connections.copy()
+            self._watch.end_stalled(connections, gate.stalled)
+            gate.stalled.clear()
         return await super().on_tick(counter)
 
 

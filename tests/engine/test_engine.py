@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -335,6 +336,13 @@ def test_a_stream_refuses_at_once_and_queues_when_it_is_read(engine):
     stream = engine.stream(" 1", max_tokens=2)
     assert engine.stats().num_waiting == 0
     assert "".join(stream) == engine.generate(" 1", max_tokens=2)[0].text
+
+
+def test_the_time_of_a_stream_begins_when_it_is_read(engine):
+    right = engine.generate(" 1", max_tokens=2)[0].text
+    stream = engine.stream(" 1", max_tokens=2, timeout_seconds=1.0)
+    time.sleep(1.1)
+    assert "".join(stream) == right
 
 
 def test_a_request_that_ends_before_it_is_queued_stays_out(engine):

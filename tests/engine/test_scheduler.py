@@ -413,6 +413,43 @@ def test_no_sequence_is_sent_back_in_vain():
     assert (scheduler.num_preemptions, soon.out) == (0, expected(soon))
 
 
+def test_sequences_that_share_a_prefix_release_it_together():
+    scheduler = Scheduler(num_slots=8, num_pages=41, page_size=4, num_lanes=4, lane_width=64)
+    machine = Machine(scheduler)
+    late = added(
+        scheduler, *(SequenceState((*(0,) * 80, n, 1, 1), 9, priority=1) for n in range(4))
+    )
+    for _ in range(3):
+        machine.run()
+    assert sum(bool(one.num_cached) for one in late) > 1
+    (soon,) = added(scheduler, SequenceState((1,) * 120, 3))
+    for _ in range(6):
+        machine.run()
+    assert soon.ended
+    while machine.run() or machine.busy:
+        pass
+    assert all(one.out == expected(one) for one in (*late, soon))
+
+
+def test_a_prefix_that_one_sequence_holds_is_not_counted_twice():
+    """It is released with its sequence, and taken again: no page is won."""
+    scheduler = Scheduler(num_slots=8, num_pages=27, page_size=4, num_lanes=4, lane_width=64)
+    machine = Machine(scheduler)
+    most, late = added(
+        scheduler, SequenceState((2,) * 60, 4), SequenceState((0,) * 32, 8, priority=1)
+    )
+    for _ in range(2):
+        machine.run()
+    assert late.slot is not None
+    (soon,) = added(scheduler, SequenceState((*(0,) * 32, *(1,) * 28), 4))
+    while not most.ended:
+        machine.run()
+    assert scheduler.num_preemptions == 0
+    while machine.run() or machine.busy:
+        pass
+    assert soon.out == expected(soon)
+
+
 def test_sequences_of_one_group_are_sent_back():
     """Both groups are full, and one has a sequence that gives way."""
     scheduler = Scheduler(

@@ -140,6 +140,14 @@ def test_embeddings_are_those_of_the_engine(official, engine):
     assert official.embeddings.create(model="tiny", input=[1, 2, 3]).data[0].index == 0
 
 
+def test_equal_prompts_of_a_body_without_a_seed_are_answered_apart():
+    for seed, is_live in ((None, True), (None, False), (3, True)):
+        body = {"prompt": ["a", "a", "b"], "n": 2, "seed": seed}
+        asked = bodies.parse("/v1/completions", body, SPEAKER, is_live=is_live)
+        seeds = {one.seed for _, samplings in asked.by_prompt() for one in samplings}
+        assert len(seeds) == (6 if seed is None else 2)
+
+
 def test_equal_requests_without_a_seed_get_different_answers(official):
     asked = {"model": "tiny", "prompt": "one", "max_tokens": 12, "temperature": 1.0, "n": 2}
     found = [official.completions.create(**asked) for _ in "ab"]
@@ -435,18 +443,28 @@ def read_to_end(connection):
     return size
 
 
+@pytest.mark.process
+def test_a_connection_stays_while_requests_come(monkeypatch):
+    monkeypatch.setattr(server, "_REQUEST_SECONDS", 1.5)
+    with serving() as (_, address), client(address) as http:
+        for _ in range(12):
+            assert http.get("/health").status_code == 200
+            time.sleep(0.3)
+
+
 @pytest.mark.soak
-def test_a_client_that_reads_slowly_gets_all(tmp_path):
+@pytest.mark.parametrize("bytes_per_second", [5 * 10**6, 10**6])
+def test_a_client_that_reads_slowly_gets_all(tmp_path, bytes_per_second):
     with serving(files=tmp_path, limits=ServerLimits(stalled_seconds=3)) as (_, address):
-        content = b"{}\n" * 2**23
+        content = b"{}\n" * (bytes_per_second * 4)
         with client(address) as http:
             form = {"data": {"purpose": "batch"}, "files": {"file": ("a", content)}}
             file = http.post("/v1/files", **form).json()["id"]
             size = 0
             with http.stream("GET", f"/v1/files/{file}/content") as got:
-                for piece in got.iter_raw(2**21):
+                for piece in got.iter_raw(bytes_per_second // 2):
                     size += len(piece)
-                    time.sleep(0.4)
+                    time.sleep(0.5)
         assert size == len(content)
 
 

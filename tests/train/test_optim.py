@@ -9,7 +9,7 @@ from flax import nnx
 
 from shardlib import registry
 from shardlib.config import from_dict
-from shardlib.errors import ConfigError
+from shardlib.errors import ConfigError, ModelError
 from shardlib.optim.build import OptimizerConfig, build_optimizer, ema_params
 from shardlib.optim.transforms import is_stacked
 from shardlib.optim.update_rules import RULES, hidden_matrices
@@ -304,6 +304,12 @@ def test_average_follows_its_recurrence_and_is_donated_apart_from_the_parameters
         np.testing.assert_allclose(x, want[path], rtol=1e-5, atol=1e-6, err_msg=path)
     plain = build_optimizer(OptimizerConfig(), steps=9, global_batch=1)
     assert ema_params(plain.transform.init(params)) is None
+
+
+def test_complex_parameters_are_refused():
+    optimizer = build_optimizer(OptimizerConfig(ema_decay=0.9), steps=9, global_batch=1)
+    with pytest.raises(ModelError, match=r"the parameters a/w are complex.*\n  Make a step with"):
+        optimizer.transform.init({"a": {"w": jnp.zeros(2, jnp.complex64), "b": jnp.zeros(2)}})
 
 
 @pytest.mark.mesh
