@@ -38,6 +38,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             ws="none",
+            # A client is known by the address of its connection.
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             **options,

@@ -425,7 +425,8 @@ def test_a_client_that_stalls_is_given_up(tmp_path, caplog, monkeypatch):
             length = b"content-length: 100\r\ncontent-type: application/json\r\n\r\n{"
             body.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + length)
             head.sendall(b"POST /v1/comp")
-            reader.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+            proxied = "host: a\r\nx-forwarded-for: 10.0.0.1\r\n\r\n"
+            reader.sendall(f"GET /v1/files/{file}/content HTTP/1.1\r\n{proxied}".encode())
             wait_until(lambda: service.gate.num_open == 2)
             assert body.recv(2**16).startswith(b"HTTP/1.1 408 ")
             wait_until(lambda: service.gate.num_open == 0, seconds=20)
