@@ -1,6 +1,5 @@
 """Answers to many prompts at once, from one model on one mesh."""
 
-import collections
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from shardlib.engine.encoder import (
 )
 from shardlib.engine.grammars import GrammarReader
 from shardlib.engine.layer_kernels import layer_kernels, stored_by_column
-from shardlib.engine.open_requests import InFlight, OpenRequests
+from shardlib.engine.open_requests import InFlight, OpenRequests, steps_of
 from shardlib.engine.programs import (
     Arranger,
     DeviceState,
@@ -169,7 +168,7 @@ class Engine:
         self.scheduler = _scheduler(sizes, chunk // lane, prefix_cache, self._state)
         self._overlap, self._lock = overlap and not speculate, threading.RLock()
         self._open = OpenRequests(self.scheduler, sizes)
-        self._in_flight, self._num_steps = collections.deque[InFlight](), 0
+        self._in_flight, self._num_steps = steps_of(self), 0
         self.version = 0
         """The version of the parameters; see `update`."""
 
@@ -368,6 +367,7 @@ class Engine:
                     self._state, _ = self._programs.run(
                         self._params, self._ready(), with_added, self._kernels
                     )
+            jax.block_until_ready(self._state)
         return_unused()
 
     def generate(

@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,18 @@ class InFlight(NamedTuple):
     embeddings: jax.Array | None
     """Embeddings of its texts: [groups, texts, features] float32; None without them."""
     version: int
+
+
+def steps_of(engine: object) -> collections.deque[InFlight]:
+    """Returns a queue for the steps of an engine that run. Its end, and that of the process, waits
+    for them: the exit of a process destroys what XLA for CPU still uses."""
+    steps = collections.deque[InFlight]()
+    weakref.finalize(engine, _wait_for, steps)
+    return steps
+
+
+def _wait_for(steps: Iterable[InFlight]) -> None:
+    jax.block_until_ready([(one.result, one.embeddings) for one in steps])
 
 
 class OpenRequests:

@@ -3,8 +3,11 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -661,3 +664,23 @@ def test_the_fixes_for_a_cache_that_does_not_fit_fit(free):
     if pages:
         checked(pages=int(pages[1]))
     checked(context=int(context[1].replace(",", "")))
+
+
+_ENDS = """
+from small_decoder import made
+from shardlib.engine import Engine
+
+engine = Engine(made(), context=64, chunk=32)
+engine.warm_up()
+request = engine.submit([1, 2, 3], max_tokens=8)
+for _ in range(3):
+    engine.step()
+print("in flight:", len(engine._in_flight))
+"""
+
+
+@pytest.mark.process
+def test_a_process_ends_while_a_step_runs():
+    command = [sys.executable, "-c", _ENDS]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "in flight: 1\n"), done.stderr
