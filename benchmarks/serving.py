@@ -3,8 +3,8 @@
 A Llama of 134 million parameters with random weights continues prompts of 64 to 191 random tokens
 by 64 tokens each, greedily, in float32 on the cores of this machine, or with JAX_PLATFORMS=cuda in
 either dtype on its GPU. All read the same folder, and take turns; the figures are medians of the
-rounds. vLLM runs on a CPU, uncompiled and in a process of its own, which ends before the other
-measurements.
+rounds. vLLM runs on a CPU, uncompiled and in a process of its own, which is stopped while others
+are measured, and ends before the other measurements.
 
 - tokens_per_second: tokens of answers over wall time, their `ratio` to transformers, and with
   `--vllm` their `vllm_ratio`;
@@ -27,6 +27,7 @@ The last line is JSON.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -172,10 +173,15 @@ class VllmPeer:
         self.counts()
 
     def counts(self) -> list[int]:
+        self._process.send_signal(signal.SIGCONT)
         print("go", file=self._process.stdin, flush=True)
-        return json.loads(self._said("["))
+        counts = json.loads(self._said("["))
+        # Its threads spin while they wait, and take a core from the others.
+        self._process.send_signal(signal.SIGSTOP)
+        return counts
 
     def end(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
         self._process.communicate()
 
     def _said(self, start: str) -> str:
