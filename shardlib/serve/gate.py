@@ -86,13 +86,19 @@ class Gate:
             return
         request = Request(scope, receive)
 
+        is_stalled = False
+
         async def counted(message: Message) -> None:
+            nonlocal is_stalled
+            if is_stalled:  # Nothing follows a piece that was lost.
+                return
             if message["type"] == "http.response.start":
                 self.responded(message["status"])
             try:
                 async with asyncio.timeout(self.stalled_seconds):
                     await send(message)
             except TimeoutError:
+                is_stalled = True
                 self.stalled.add(scope["client"])
 
         if (refusal := self._refusal(request)) is not None:
