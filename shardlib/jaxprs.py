@@ -4,6 +4,7 @@ The structure of jaxprs is not a stable interface of JAX: the names of equation 
 between versions. Facts are therefore read from shapes where possible.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,14 @@ def equations(jaxpr: Jaxpr, runs: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in subprograms(equation):
             yield from equations(inner, runs * times)
+
+
+@contextlib.contextmanager
+def context_of(equation: JaxprEqn) -> Iterator[None]:
+    """Enters the context of an equation, such as a compute placement, on the mesh at hand."""
+    here = jax.sharding.get_abstract_mesh()
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(here):
+        yield
 
 
 def bind_again(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:

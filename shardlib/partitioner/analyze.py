@@ -330,7 +330,7 @@ class LayoutWalk:
             raise _refusal(f"a constraint to {sharding}", operation)
         entries = [e if isinstance(e, str | tuple) else None for e in sharding.spec]
         target = from_spec(entries, len(layout.dims))
-        if not set(target.axes) <= set(self.sizes):
+        if any(sharding.mesh.shape[axis] != self.sizes.get(axis) for axis in target.axes):
             raise _refusal(f"a constraint to axes of another mesh, {sharding.spec},", operation)
         shape = operation.invars[0].aval.shape
         if any(n % degree(axes, self.sizes) for n, axes in zip(shape, target.dims, strict=True)):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jaxtyping import PyTree
 
 from shardlib.cost.traced.products import PRODUCTS
@@ -119,6 +119,9 @@ def execute(
         return [lowering.shard(v, want) for v, want in zip(results, analyzed.outputs, strict=True)]
 
     leaves = [*traced.closed.consts, *jax.tree.leaves(arguments)]
+    if AxisType.Explicit in scope.mesh_here.axis_types:  # then shard_map moves nothing
+        placed = zip(leaves, program.inputs, strict=True)
+        leaves = [reshard(x, NamedSharding(scope.mesh_here, to.spec)) for x, to in placed]
     region = jax.shard_map(
         local,
         mesh=scope.mesh_here,

@@ -245,15 +245,21 @@ def _repeats(small: Sequence[int], shape: Sequence[int]) -> bool:
     )
 
 
+def overflows(dtype: jnp.dtype) -> bool:
+    """Returns whether terms can overflow in a dtype although their sum does not, as in float16. A
+    number of float32 or bfloat16 is far from its limits."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).maxexp < 128)
+
+
 def _linearity(operation: Operation) -> Linear:
     name, first = operation.name, operation.invars[0].aval.dtype
     out = operation.outvars[0].aval.dtype
     if not jnp.issubdtype(out, jnp.inexact) or not jnp.issubdtype(first, jnp.inexact):
         return "no"
+    if name in ("add", "add_any", "sub", "mul", "div") and overflows(out):
+        return "no"
     if name in ("add", "add_any", "sub"):
         return "all"
-    if name in ("mul", "div") and jnp.finfo(out).maxexp < 128:
-        return "no"  # in float16 the terms can overflow although the sum does not
     if name == "mul":
         return "each"
     if name == "div":

@@ -126,9 +126,13 @@ class _Rows:
     piece: DevicePiece
 
     def located(self, x: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the indices in the whole table and in this piece, `x`, and which lie in it."""
-        at = _wide(at)
-        if self.operation.params["mode"] == GatherScatterMode.CLIP:
+        """Returns the indices in the whole table and in this piece, `x`, and which lie in it.
+
+        A lookup that promises to stay within the table is clamped on one device all the same.
+        """
+        at, mode = _wide(at), self.operation.params["mode"]
+        looks_up = self.operation.name == "gather" and mode != GatherScatterMode.FILL_OR_DROP
+        if looks_up or mode == GatherScatterMode.CLIP:
             at = jnp.clip(at, 0, self.count - 1)
         size = x.shape[self.dim]
         here = at - (self.piece.index(self.factor) * size).astype(at.dtype)

@@ -78,7 +78,7 @@ def convolution(operation: Operation) -> Factors:
             groups["batch_group_count"] = batch_groups // piece.parts(1)
         return bind(operation, values, **groups)
 
-    flops = 2.0 * math.prod(out) * math.prod(kernel) / kernel[made]
+    flops = 2.0 * math.prod(out) * math.prod(n for dim, n in enumerate(kernel) if dim != made)
     operands = tuple(dims[0]), tuple(dims[1])
     reduced: dict[int, Reduction] = dict.fromkeys(summed, "sum")
     return Factors(operands, (tuple(dims[2]),), sizes, reduced, flops, local=local)

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from shardlib.jaxprs import Operation
-from shardlib.partitioner.factors import Factors, Linear, Reduction, rule
+from shardlib.partitioner.factors import Factors, Linear, Reduction, overflows, rule
 from shardlib.partitioner.shapes import same_dims
 
 _KINDS: dict[str, Reduction] = {
@@ -31,7 +31,7 @@ def reduce(operation: Operation) -> Factors | None:
         return reduce_whole(operation)
     every = tuple(range(len(shape)))
     kept = tuple(dim for dim in every if dim not in axes)
-    linear: Linear = "first" if kind == "sum" else "no"
+    linear: Linear = "first" if kind == "sum" and not overflows(operand.dtype) else "no"
     reduced: dict[int, Reduction] = dict.fromkeys(axes, kind)
     flops = float(math.prod(shape))
     return Factors((every,), (kept,), tuple(shape), reduced, flops, linear)

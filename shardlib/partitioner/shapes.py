@@ -220,12 +220,17 @@ def random_bits(operation: Operation) -> Factors | None:
     """Element i of the bits of one threefry key depends on the key and i alone, so any piece can be
     made by itself (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    This holds while `jax_threefry_partitionable` is set, which is JAX's default.
+    This holds while `jax_threefry_partitionable` is set, which is JAX's default. Of several keys,
+    each device draws all bits of its own.
     """
     (key,) = operation.invars
     shape, width = operation.params["shape"], operation.params["bit_width"]
-    is_threefry = "fry" in str(key.aval.dtype) and operation.equation.ctx.threefry_partitionable
-    if key.aval.shape or not is_threefry or width != 32 or math.prod(shape) >= 2**32:
+    is_threefry = "fry" in str(key.aval.dtype)
+    if key.aval.shape and is_threefry:
+        keys = tuple(range(len(key.aval.shape)))
+        return Factors((keys,), ((*keys, *[None] * len(shape)),), tuple(key.aval.shape))
+    is_counted = is_threefry and operation.equation.ctx.threefry_partitionable
+    if not is_counted or width != 32 or math.prod(shape) >= 2**32:
         return None
     every = tuple(range(len(shape)))
 

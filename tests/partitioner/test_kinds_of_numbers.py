@@ -42,6 +42,43 @@ def test_terms_that_overflow_are_summed_before_they_grow(mesh):
     same(mesh, lambda x: (jnp.sum(x, 0) * np.float16(300), x[0]), (P(ALL),), x)
 
 
+def test_float16_terms_are_summed_before_they_are_added(mesh):
+    """208 * 160 - 208 * 156, twice: a device has 66,560 or -64,896, and 65,504 is the most."""
+    x, w = np.full((8, 2), 208, np.float16), np.float16([[160] * 8, [-156] * 8])
+
+    def fn(x, w):
+        carried, _ = lax.scan(
+            lambda c, _: (c + x @ w, None), jnp.zeros((8, 8), x.dtype), length=3
+        )
+        rows = lax.reduce_sum_p.bind(x @ w, axes=(1,), out_sharding=None)
+        return x @ w + x @ w[:, ::-1], carried, rows
+
+    same(mesh, fn, (P(None, "tensor"), P("tensor")), x, w)
+
+
+def test_lookups_past_the_end_find_the_last_row(mesh):
+    """Also where they promise to stay within the table, as plain indexing does."""
+    table, at = numbers(8, 4), jnp.array([0, 7, 8, 20, -1, -30])
+
+    def fn(table, at):
+        rows = jax.vmap(lambda row, i: row[i])(table[:6], at)
+        return table[at], table.at[at].get(mode="promise_in_bounds"), rows
+
+    for rows in ("data", ALL):
+        same(mesh, fn, (P(rows), P()), table, at)
+
+
+def test_bits_are_drawn_as_where_they_were_asked_for(mesh):
+    key = jax.random.key(3)
+
+    def fn(x):
+        with jax.threefry_partitionable(False):
+            bits = jax.random.bits(key, (8, 8)) >> 9
+        return x + bits
+
+    same(mesh, fn, (P("data"),), np.zeros((8, 8), np.uint32))
+
+
 def test_bits_of_integers_are_joined_by_bits(mesh):
     x = np.random.default_rng(0).integers(-(2**20), 2**20, (8, 8), np.int32) | 0x0FF000
 

@@ -235,6 +235,25 @@ def test_constraints_of_the_user_stand(mesh):
         assert jax.jit(partitioned(fn, specs))(*args).sharding.spec == P("tensor")
 
 
+def test_constraints_to_a_mesh_of_other_sizes_are_refused(mesh):
+    other = NamedSharding(sl.make_mesh("data=4,fsdp=2"), P("data"))
+
+    def fn(x):
+        return jax.lax.with_sharding_constraint(x, other) * 2
+
+    with sl.use(mesh, sl.rules.STANDARD), pytest.raises(PartitionError, match="another mesh"):
+        jax.eval_shape(sl.partitioned(fn, (P(),)), jnp.zeros((8, 8)))
+
+
+def test_explicit_axes_place_what_lies_elsewhere():
+    mesh = sl.make_mesh("data=2,fsdp=2,tensor=2", axis_types="explicit")
+    x, w = numbers(8, 8), numbers(8, 16)
+    with sl.use(mesh, sl.rules.STANDARD):
+        fn = jax.jit(sl.partitioned(jnp.matmul, (P("data"), P("fsdp", "tensor"))))
+        result = fn(jnp.asarray(x), jnp.asarray(w))
+    np.testing.assert_allclose(result, x @ w, rtol=1e-5, atol=1e-5)
+
+
 def test_source_lines_survive(mesh):
     def fn(x, w):
         return jnp.tanh(x @ w)  # this line
