@@ -28,6 +28,8 @@ from shardlib.paths import named_leaves
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.tracing import LossFn, TracedWorkload, trace_workload
 from shardlib.rules import AxisRules
+from shardlib.sharding.constrain import check_rules
+from shardlib.sharding.partition import warn_of_unmatched_paths
 
 
 def find_rules(
@@ -62,8 +64,10 @@ def find_rules(
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
-        mesh: Of `stage`, `data`, `fsdp`, `expert`, `context` and `tensor`; default: the best one.
-        rules: Rules for the parameters that they name, by path or metadata; no activations.
+        mesh: Of `stage`, `data`, `fsdp`, `expert`, `context` and `tensor`; default, and with
+            `auto`: the best one.
+        rules: Rules for the parameters that they name, by path or metadata; no activations. They
+            leave out stages, optimizer state in more parts, and answers besides the best one.
         inputs: Example arguments of the module; for linen.
         wrt: The trained variables, as for `init_state`; others have rules too.
         microbatches: Parts of a batch that run one after the other; default: the quickest that fit.
@@ -80,15 +84,19 @@ def find_rules(
         PartitionError: If no answer was found in time.
         ModelError: If a model cannot compute in the precision, or models differ in their state.
         DataError: If a leaf of the batch has no rows.
-        ConfigError: If `microbatches` or `seconds` is not positive, or no `make` is given.
+        ConfigError: If a number is not positive, no `make` is given, or `forbidden` is not for this
+            model.
     """
-    _check_positive(microbatches, seconds)
+    _check_numbers(microbatches, seconds=seconds, memory_bytes=memory_bytes)
+    if rules is not None:
+        check_rules(rules)
     cluster = of_one_kind(on)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    sizes = _sizes(mesh, cluster) if mesh else None
+    sizes = _sizes(mesh, cluster) if mesh and mesh != "auto" else None
     step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster)
     attention: AsOne = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
-    request = _Request(step, attention, microbatches, capacity, tuple(forbidden), stages)
+    excluded = _excluded(forbidden)
+    request = _Request(step, attention, microbatches, capacity, excluded, stages)
     return best_rules(request.programs(by_remat(make)), [sizes] if sizes else None, seconds, notify)
 
 
@@ -130,11 +138,24 @@ def _state_of(module: FunctionalModule) -> Iterator[tuple[str, bool, tuple[int, 
             yield path, is_trained, leaf.shape, leaf.dtype
 
 
-def _check_positive(microbatches: int | None, seconds: float) -> None:
-    if (microbatches is not None and microbatches < 1) or seconds <= 0:
+def _check_numbers(microbatches: int | None, **reals: float | None) -> None:
+    """Raises `ConfigError` for numbers that are not positive; names all of them."""
+    counted = microbatches is None or (isinstance(microbatches, int) and microbatches > 0)
+    faults = [] if counted else [f"microbatches={microbatches!r} is not a positive int or None"]
+    for name, value in reals.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            faults.append(f"{name}={value!r} is not a positive number")
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}.\n  Correct it, or leave it out.")
+
+
+def _excluded(forbidden: Sequence[FoundRules]) -> tuple[FoundRules, ...]:
+    if isinstance(forbidden, FoundRules) or not all(isinstance(x, FoundRules) for x in forbidden):
         raise ConfigError(
-            f"microbatches is {microbatches} and seconds is {seconds}, but both must be positive."
+            "forbidden is not a sequence of answers of find_rules.\n"
+            "  Give them in a list: forbidden=[found]."
         )
+    return tuple(forbidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +234,9 @@ class _Request:
         step = self.step
         with attention_as_one(step.cluster.platform, self.attention):
             traced, workload = step.traced(module)
+        if step.rules is not None:
+            params = [*named_leaves(traced.params), *module.frozen]
+            warn_of_unmatched_paths(step.rules, params, module.name)
         return Search(
             traced,
             Classes(traced.program, traced.paths),
@@ -233,7 +257,7 @@ def _sizes(mesh: str | MeshConfig, cluster: Cluster) -> dict[str, int]:
         if size > 1 and axis not in SEARCHED:
             raise MeshError(
                 f"rules are found for meshes of {', '.join(SEARCHED)}, and this one has "
-                f"{axis}={size}.{did_you_mean(axis, SEARCHED)}\n"
-                f"  Leave {axis} out."
+                f"{axis}={size}.{(meant := did_you_mean(axis, SEARCHED))}\n"
+                f"  {'Correct it' if meant else f'Leave {axis} out'}."
             )
     return {axis: sizes.get(axis, 1) for axis in SEARCHED}

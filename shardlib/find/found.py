@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import html
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,16 +11,21 @@ from jax.sharding import Mesh
 
 from shardlib.config import to_dict
 from shardlib.explain.report.html_page import document
-from shardlib.find.equivalence import Classes, pattern_of
+from shardlib.find.equivalence import Classes
+from shardlib.find.names import by_pattern
 from shardlib.find.problem import Solution
 from shardlib.find.traffic import Traffic
 from shardlib.find.why_not import PARTS, Questions, WhyNotRule
 from shardlib.humanize import duration, size
-from shardlib.mesh import make_mesh
+from shardlib.mesh import abstract_mesh, make_mesh
 from shardlib.rules import AxisRules, RulesConfig
 from shardlib.rules.resolve import Kind
 from shardlib.rules.resolve import Table as RuleTable
+from shardlib.sharding.constrain import check_rules
 from shardlib.tables import Report, Table
+
+SURE = 0.05
+"""Share of a step from which other rules are quicker: both cost models err by a few percent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,7 @@ class FoundRules(Report):
             f"{table}.{name}": self.questions.saved_seconds(table, name)
             for table in get_args(Kind)
             for name, alternatives in self.rules.table(table)
-            if any(alternatives)
+            if any(alternatives) and not self.questions.fixed(table, name)
         }
         return dataclasses.replace(self, binds=self.questions.binding(), saved=saved)
 
@@ -107,10 +113,11 @@ class FoundRules(Report):
         Raises:
             RuleError: If the other rules cannot place a parameter.
         """
+        check_rules(rules)
         price, others = self.compare(name, rules, self.sizes)
         _, own = self.compare("", self.rules, self.sizes)
-        rows = {(pattern_of(path), at, others[path]): None for path, at in own.items()}
-        differences = tuple(row for row in rows if row[1] != row[2])
+        rows = by_pattern({path: (at, others[path]) for path, at in own.items()})
+        differences = tuple((path, *row) for path, row in rows.items() if row[0] != row[1])
         prices = (*self.prices, price)
         return dataclasses.replace(self, prices=prices, differences=differences)
 
@@ -132,6 +139,12 @@ class FoundRules(Report):
     def microbatches(self) -> int:
         """Parts of a batch that run one after the other."""
         return self.questions.problem.objective.microbatches
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """The mesh axes that no rule names, with their sizes: their devices compute the same."""
+        mesh = abstract_mesh(self.mesh_text, math.prod(self.sizes.values()))
+        return self.rules.idle(mesh)
 
     @property
     def step_text(self) -> str:
@@ -160,7 +173,8 @@ class FoundRules(Report):
         - `cluster`, `mesh` (as text), `microbatches`, `remat` (None if `make` has only one), `late`
           (meshes for which nothing was found in time), `seconds` (of a step by the integer
           program), `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`,
-          `memory_bytes` (of state and saved activations) and `capacity_bytes`.
+          `memory_bytes` (of state and saved activations), `capacity_bytes`, and `idle`: the sizes
+          of mesh axes that no rule names.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
           model names its activations itself.
         - `prices`: `name`, `seconds`, `unhidden_seconds`, `memory_bytes` by the cost model; these
@@ -182,6 +196,7 @@ class FoundRules(Report):
             "seconds_by_part": dict(solution.seconds_by_part),
             "memory_bytes": solution.memory_bytes,
             "capacity_bytes": self.capacity_bytes,
+            "idle": self.idle,
             "rules": to_dict(RulesConfig.of(self.rules)),
             "fingerprint": names and names.fingerprint,
             "prices": [dataclasses.asdict(price) for price in self.prices],
@@ -203,6 +218,8 @@ class FoundRules(Report):
             f"{duration(price.seconds)} a step by the cost model, "
             f"{size(price.memory_bytes)} of {size(self.capacity_bytes)} on a device"
         )
+        for axis, count in self.idle.items():
+            yield f"no rule names {axis}={count}: these {count} devices compute the same"
         spent = solution.seconds_by_part
         yield (
             f"the integer program, a simpler model, counts {duration(self.seconds)}, within "
@@ -222,18 +239,28 @@ class FoundRules(Report):
         if rows:
             yield Table("axes of parameters", ("path", "logical axes"), rows)
         yield from self._other_rules()
-        rows = [
-            (
-                p.name,
-                duration(p.seconds),
-                "-" if p.unhidden_seconds is None else duration(p.unhidden_seconds),
-                size(p.memory_bytes),
-            )
-            for p in self.prices
-        ]
-        notes = [f"{best.name} is quicker"] if (best := self._quickest()) != self.prices[0] else []
         columns = ("rules", "step>", "nothing hidden>", "memory>")
-        yield Table("a step by the cost model", columns, rows, notes)
+        rows = [*self._price_rows()]
+        yield Table("a step by the cost model", columns, rows, [*self._price_notes()])
+
+    def _price_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields a row for each step; rules that cost the same share one."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for price in self.prices:
+            unhidden = price.unhidden_seconds
+            shown = "-" if unhidden is None else duration(unhidden)
+            row = duration(price.seconds), shown, size(price.memory_bytes)
+            names.setdefault(row, []).append(price.name)
+        for row, alike in names.items():
+            yield "; ".join(dict.fromkeys(alike)), *row
+
+    def _price_notes(self) -> Iterator[str]:
+        chosen, best = self.prices[0], self._quickest()
+        if best.rank < chosen.rank:
+            by = "" if best.unhidden_seconds is None else " with nothing hidden"
+            less = 1 - best.rank / chosen.rank
+            sure = "" if less > SURE else f", and the cost model is sure of {SURE:.0%}"
+            yield f"{best.name} is {less:.1%} quicker{by}{sure}"
 
     def _zero(self) -> Iterator[str]:
         """Yields the stage of ZeRO if the optimizer state is in more parts than the parameters."""
@@ -291,11 +318,13 @@ class FoundRules(Report):
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        """The size of each named axis."""
+        """The size of each named axis, as parameters have it if they do."""
+        tensors = self.classes.tensors
+        numbers = sorted(self.names, key=lambda number: tensors[number].kind == "param")
         return {
-            name: self.classes.axes[axis].size
-            for number, names in self.names.items()
-            for name, axis in zip(names, self.classes.tensors[number].axes, strict=True)
+            name: length
+            for number in numbers
+            for name, length in zip(self.names[number], tensors[number].shape, strict=True)
             if name is not None
         }
 

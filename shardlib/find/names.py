@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from shardlib.find.context import attended_axes
 from shardlib.find.equivalence import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.experts import EXPERT, experts_of
 from shardlib.find.opt_state import StateCuts, with_state_cut
-from shardlib.find.planned import VARIANT
+from shardlib.find.planned import VARIANT, is_variant
 from shardlib.find.problem import Solution
 from shardlib.find.trace import INPUT
 from shardlib.functional import AxesByPath
@@ -32,6 +33,8 @@ _MAX_WORDS = 3
 _HEADS_AT = {-2, -3}
 """The dims of heads, counted from the last, in kernels of attention in Flax: `[embed, heads,
 head_dim]`, and `[heads, head_dim, embed]` back."""
+_SIGNS = re.compile(r"[^\w-]")
+"""What may mean something else in a rule, and in the number of a variant."""
 _MANY = 4
 """Parameters that read or write the residual stream, at least."""
 _WEIGHTS = ("kernel", "embedding", "weight", "w", "scale", "bias", "b")
@@ -96,7 +99,7 @@ def named_rules(
         params=_table(tables["param"], partly["param"]),
         activations=_table(tables["activation"], partly["activation"])
         | ({ANY: None} if is_named else {}),
-        paths=_by_pattern(_of_params(classes, paths, by_class), _named_paths(classes, paths)),
+        paths=by_pattern(_of_params(classes, paths, by_class), _named_paths(classes, paths)),
     )
     grows = {name for name, (_, one) in tables["param"].items() if one}
     if state_cuts:
@@ -162,14 +165,14 @@ def _activation_names(
     variants = {
         row
         for number, row in by_class.items()
-        if classes.tensors[number].kind == "activation" and any(VARIANT in (n or "") for n in row)
+        if classes.tensors[number].kind == "activation" and any(is_variant(n or "") for n in row)
     }
     inputs = {
         path.removeprefix(INPUT): by_class.get(number, (None,) * len(classes.tensors[number].shape))
         for path, number in zip(paths, classes.arguments, strict=True)
         if path.startswith(INPUT)
     }
-    params = _by_pattern(_of_params(classes, paths, _dims(classes, names)))
+    params = by_pattern(_of_params(classes, paths, _dims(classes, names)))
     return ActivationNames(
         tuple(inputs.items()), tuple(sorted(variants, key=str)), tuple(params.items())
     )
@@ -227,7 +230,7 @@ def _of_params(
     }
 
 
-def _by_pattern(by_path: Mapping[str, _Row], skipped: Set[str] = frozenset()) -> dict[str, _Row]:
+def by_pattern(by_path: Mapping[str, _Row], skipped: Set[str] = frozenset()) -> dict[str, _Row]:
     """Returns rows by path but for `skipped` ones, and by pattern if it matches no other paths."""
     alike: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
     for path, row in by_path.items():
@@ -282,6 +285,7 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
     for number in sorted(range(len(classes.axes)), key=lambda number: number not in used):
         axis = classes.axes[number]
         common = metadata[number].most_common(1)
+        is_rows = any(touch.dim == 0 and touch.pattern.startswith(INPUT) for touch in axis.touches)
         if common:
             name = common[0][0]
         elif number in of_experts:
@@ -289,10 +293,11 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
         elif number in attended:
             name = attended[number]
         else:
-            name = _own_name(axis, _is_residual(number, reach), classes.ids)
+            name = _SIGNS.sub("_", _own_name(axis, _is_residual(number, reach), classes.ids))
         number_of = itertools.count(2)
         unique = name
-        while name != BATCH and unique in names.values():
+        is_own = name == BATCH and (is_rows or bool(common))
+        while not is_own and unique in {BATCH, *names.values()}:
             unique = f"{name}_{next(number_of)}"
         names[number] = unique
     return [names[number] for number in range(len(classes.axes))]

@@ -30,7 +30,6 @@ from shardlib.find.found import FoundRules
 from shardlib.find.refusals import does_not_fit, state_does_not_fit
 from shardlib.find.search import Search
 from shardlib.humanize import duration
-from shardlib.mesh import abstract_mesh
 from shardlib.rules.resolve import STAGE
 
 _MOST_LOWERED = 3
@@ -113,6 +112,8 @@ class _OuterSearch:
     ):
         self._programs, self._seconds, self._notify = programs, seconds, notify
         self._traced: list[Search] = []
+        self._asked: list[dict[str, int]] = []
+        """The meshes that the user gave."""
         self._meshes: list[_Mesh] = []
         self._queue: list[tuple[_Rank, _Task, int, FoundRules | None]] = []
         """Tasks by a bound of their answer, and answers by their rank; of equal ones the first mesh
@@ -130,7 +131,8 @@ class _OuterSearch:
     def best(self, meshes: Iterable[dict[str, int]] | None) -> FoundRules:
         """Returns the rules of the quickest step; see `best_rules`."""
         first = self._program(0)
-        checked = map(first.checked, first.meshes() if meshes is None else meshes)
+        self._asked = [] if meshes is None else list(meshes)
+        checked = map(first.checked, self._asked or first.meshes())
         counted = [_Mesh(sizes, first.microbatch_counts(sizes)) for sizes in checked]
         self._meshes = [one for mesh in counted if mesh.counts for one in mesh.apart()]
         for number, (sizes, counts) in enumerate(self._meshes):
@@ -255,9 +257,8 @@ class _OuterSearch:
 
     def _rank(self, found: FoundRules, *, hides: bool = False) -> _Rank:
         # Devices along an axis that no rule names would all compute the same.
-        mesh = abstract_mesh(found.mesh_text, self._program(0).cluster.num_devices)
         price = found.prices[0]
-        return _Rank(bool(found.rules.idle(mesh)), price.seconds if hides else price.rank)
+        return _Rank(bool(found.idle), price.seconds if hides else price.rank)
 
     def _refined(self, best: _Task, rank: _Rank) -> FoundRules | None:
         """Returns the quickest of the best meshes by the programs that a device runs, for each of
@@ -318,12 +319,25 @@ class _OuterSearch:
         if self._meshes:
             least = min(first.state_bytes(mesh.sizes) for mesh in self._meshes)
             raise state_does_not_fit(least, first.capacity_bytes)
-        parts = first.microbatches or 1
-        raise MeshError(
-            f"data x fsdp x expert of no mesh divides {first.workload.batch} rows in {parts} "
-            "microbatches.\n"
-            f"  Give a multiple of {first.cluster.num_devices * parts} rows."
-        )
+        raise _does_not_divide(first, self._asked)
+
+
+def _does_not_divide(search: Search, asked: Sequence[dict[str, int]]) -> MeshError:
+    """Returns the error for a batch that no mesh divides, or not the one that is asked for."""
+    layout = Layout.of(asked[0]) if asked else Layout(fsdp=search.cluster.num_devices)
+    parts = max(search.microbatches or 1, layout.stage)
+    within = f" in {parts} microbatches" if parts > 1 else ""
+    held = search.batch_rows
+    if len(set(held.values())) == 1:
+        have = f"the {next(iter(held.values()))} rows of the batch"
+    else:
+        have = "the rows of the batch, " + ", ".join(f"{path}: {n}" for path, n in held.items())
+    what = f"the mesh {layout}" if asked else f"no mesh of {search.cluster.name}"
+    cuts = "does not divide" if asked else "divides"
+    return MeshError(
+        f"{what} {cuts} {have}{within}.\n"
+        f"  Give a multiple of {layout.batch_shards * parts} rows, or another mesh."
+    )
 
 
 def _fits(found: FoundRules) -> bool:

@@ -91,8 +91,14 @@ def _check_axes(
         raise changed("model", faults)
 
 
+def is_variant(name: str) -> bool:
+    """Returns whether a name is that of a variant, such as `length.2`."""
+    return _base(name) != name
+
+
 def _base(name: str) -> str:
-    return name.partition(VARIANT)[0]
+    base, dot, number = name.rpartition(VARIANT)
+    return base if dot and number.isdecimal() else name
 
 
 def _of_param(path: str, rules: AxisRules) -> _Names:

@@ -206,10 +206,10 @@ class LayoutProblem(IntegerProgram):
         cuts = tuple(
             max(options.values(), key=lambda pair: x[pair[0]])[1] for options in self._cut_variables
         )
-        memory = sum(x[col] * value for col, value in self.memory)
+        memory = float(sum(x[col] * value for col, value in self.memory))
         spent = dict.fromkeys(get_args(Part), 0.0)
         for value, cost, part in zip(x, self.costs, self.parts, strict=True):
-            spent[part] += value * cost
+            spent[part] += float(value * cost)
         rules, bound = self.named.rules(x), answer.bound_seconds
         variables = len(self.costs)
         return Solution(layouts, cuts, rules, answer.seconds, spent, bound, memory, variables)

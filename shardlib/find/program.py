@@ -58,14 +58,15 @@ class IntegerProgram:
     ) -> Optimum:
         """Minimises the costs, within a time limit in seconds, with some variables at 1 or 0."""
         columns = np.arange(len(self.costs))
-        least = np.isin(columns, list(ones)).astype(float)
-        most = 1.0 - np.isin(columns, list(zeros))
+        lower = np.isin(columns, list(ones)).astype(float)
+        upper = 1.0 - np.isin(columns, list(zeros))
         options = {"time_limit": seconds, "mip_rel_gap": _GAP}
         costs, whole = np.array(self.costs), np.array(self._whole, int)
-        found, scale = _highs(costs, self._constraints(), whole, (least, most), options)
+        found, scale = _highs(costs, self._constraints(), whole, (lower, upper), options)
         if found.x is None:
             return Optimum(None, math.inf, -math.inf, found.status == 1)
-        return Optimum(found.x, found.fun / scale, found.mip_dual_bound / scale, found.status == 1)
+        least, bound = float(found.fun) / scale, float(found.mip_dual_bound) / scale
+        return Optimum(found.x, least, bound, found.status == 1)
 
     def relaxed(self) -> "Relaxation":
         """Returns the linear program without the condition that variables are whole."""

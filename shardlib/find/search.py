@@ -1,6 +1,5 @@
 """The search for the rules of one traced model on a mesh."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,12 +16,13 @@ from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.rates import Rates, rates_on
 from shardlib.cost.pricing import by_joint_axes
 from shardlib.cost.traced.primitives import PARAMS_TABLE
-from shardlib.errors import DoesNotFitError, MeshError, PartitionError, RuleError
+from shardlib.errors import ConfigError, DoesNotFitError, MeshError, PartitionError, RuleError
 from shardlib.find.bounds import MeshBound
 from shardlib.find.context import CONTEXT, FoundRows, rows_of
 from shardlib.find.equivalence import Classes
 from shardlib.find.experts import EXPERT, NONE, FoundExperts, experts_of
-from shardlib.find.found import FoundRules, Price
+from shardlib.find.found import SURE, FoundRules, Price
+from shardlib.find.given import pinned_params
 from shardlib.find.lowered import lowered
 from shardlib.find.moves import Network
 from shardlib.find.named_choices import Cut
@@ -39,7 +39,7 @@ from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.rules import SEQUENCE, STANDARD, AxisRules
 from shardlib.rules.resolve import STAGE
-from shardlib.sharding.partition import place, place_model_state
+from shardlib.sharding.partition import place
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that cut the batch."""
@@ -48,21 +48,20 @@ PARAM_AXES = frozenset(("fsdp", "tensor"))
 SEARCHED = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
-_NEAR = 0.05
-"""Share of a step by which they must be quicker: both cost models err by a few percent."""
-
 _ZERO1, _ZERO2 = "zero1", "zero2"
 _BONUS = {
-    "found": _NEAR,
-    **dict.fromkeys(("nested", "whole sequences"), _NEAR + 0.02),
-    **dict.fromkeys((_ZERO1, _ZERO2), _NEAR - 0.02),
+    "found": SURE,
+    **dict.fromkeys(("nested", "whole sequences"), SURE + 0.02),
+    **dict.fromkeys((_ZERO1, _ZERO2), SURE - 0.02),
 }
 """Shares of a step by which other answers must be quicker. TPU compilers turn some scattered sums
 behind a move of a weight's gradient into whole ones, which `nested` moves avoid. Optimizer state in
 more parts also leaves more memory."""
 _FAR = 1.3
 """Times the seconds of the best answer by the integer program beyond which none is lowered."""
+_FSDP = "fsdp alone"
 _ROWS = "rows over tensor"
+_IDLE = "without tensor"
 _STATE_AXES = ("fsdp", "data")
 """Mesh axes that may cut optimizer state where they cut no parameter."""
 
@@ -122,6 +121,20 @@ class Search:
         return self.searches_stages and self.given is None and self.stages.is_worth(stages)
 
     @functools.cached_property
+    def batch_rows(self) -> dict[str, int]:
+        """The rows of each leaf of the batch, by path."""
+        pairs = zip(self.traced.paths, self.traced.program.inputs, strict=True)
+        return {
+            path.removeprefix(INPUT) or "the batch": tensor.aval.shape[0]
+            for path, tensor in pairs
+            if path.startswith(INPUT)
+        }
+
+    def _divides(self, parts: int) -> bool:
+        """Returns whether all leaves of the batch have a number of rows that `parts` divides."""
+        return all(rows % parts == 0 for rows in self.batch_rows.values())
+
+    @functools.cached_property
     def _updates_apart(self) -> bool:
         return updates_apart(self.workload.step.update)
 
@@ -172,7 +185,7 @@ class Search:
     def microbatch_counts(self, sizes: Mapping[str, int]) -> list[int]:
         """Returns the possible numbers of microbatches, ascending; of a pipeline at least one for
         each stage."""
-        rows, left = divmod(self.workload.batch, Layout.of(sizes).batch_shards)
+        rows, left = divmod(math.gcd(*self.batch_rows.values()), Layout.of(sizes).batch_shards)
         if left:
             return []
         counts = divisors(rows) if self.microbatches is None else [self.microbatches]
@@ -279,7 +292,7 @@ class Search:
         chosen = ranked[0]
         prices = [answer.price for answer in ranked]
         unstaged = self.given is None and layout.stage == 1
-        if unstaged and self.workload.batch % (layout.num_devices * microbatches) == 0:
+        if unstaged and self._divides(layout.num_devices * microbatches):
             fsdp = Layout(fsdp=layout.num_devices, microbatches=microbatches)
             rules = fsdp_alone(self.traced.module.axes)
             prices.append(self._price(f"fsdp={layout.num_devices}", rules, fsdp, lowers))
@@ -293,7 +306,13 @@ class Search:
             tuple(prices),
             self.capacity_bytes,
             chosen.traffic,
-            Questions(chosen.problem, chosen.solution, chosen.named.by_class, seconds),
+            # A mesh whose `tensor` stays idle can be asked about it too.
+            Questions(
+                problem if chosen.name == _IDLE else chosen.problem,
+                chosen.solution,
+                chosen.named.by_class,
+                seconds,
+            ),
             functools.partial(self.compared, microbatches),
             self.remat,
         )
@@ -334,9 +353,16 @@ class Search:
 
     def _problem(self, objective: Objective, sizes: Mapping[str, int]) -> LayoutProblem:
         problem = LayoutProblem(self.classes, objective)
+        shapes = [tensor.shape for tensor in self.classes.tensors]
         for other in self.forbidden:
-            if (other.sizes, other.remat) == (sizes, self.remat):
-                problem.forbid(other.solution)
+            if (other.sizes, other.remat) != (sizes, self.remat):
+                continue
+            if [tensor.shape for tensor in other.classes.tensors] != shapes:
+                raise ConfigError(
+                    f"forbidden has rules of another model than {self.traced.module.name}.\n"
+                    "  Give only answers for this model and batch."
+                )
+            problem.forbid(other.solution)
         return problem
 
     def _answer(
@@ -365,7 +391,8 @@ class Search:
     ) -> Iterator[tuple[str, Objective]]:
         """Yields other objectives on a mesh with `tensor`: with fewer moves of parameters, and with
         whole sequences, without `tensor`, or with the rows of the batch cut over it as well. On a
-        mesh with `expert`, one of them leaves all experts on every device.
+        mesh with `expert`, one of them leaves all experts on every device; on one of `fsdp` alone,
+        parameters lie as under that preset.
 
         The integer program misses some costs of a program, so that answers that it finds alike may
         differ once they are lowered. Without lowering, rows are cut where leaving `tensor` idle is
@@ -378,6 +405,11 @@ class Search:
             yield from self._apart(objective, layout)
         if layout.expert > 1 and lowers:
             yield "whole experts", dataclasses.replace(objective, experts=NONE)
+        if lowers and layout.fsdp == layout.num_devices:
+            with contextlib.suppress(RuleError):  # of parameters that it places differently
+                rules = fsdp_alone(self.traced.module.axes)
+                pinned = pinned_params(self.traced, self.classes, rules, layout, with_auto=True)
+                yield _FSDP, dataclasses.replace(objective, pinned_params=pinned)
         if layout.tensor == 1:
             return
         if layout.stage > 1:
@@ -388,14 +420,14 @@ class Search:
             yield "nested", nested
             yield "whole sequences", dataclasses.replace(nested, params_alone=True)
             links = {a: link for a, link in objective.network.links.items() if a != "tensor"}
-            yield "without tensor", dataclasses.replace(objective, network=Network(links))
+            yield _IDLE, dataclasses.replace(objective, network=Network(links))
         else:
             rules = fsdp_alone(self.traced.module.axes)
             idle = self._price("idle", rules, layout, lowers)
-            if own.price.seconds < (1 - _NEAR) * idle.seconds:
+            if own.price.seconds < (1 - SURE) * idle.seconds:
                 return
         rows = layout.batch_shards * layout.tensor * layout.microbatches
-        if self.workload.batch % rows == 0:
+        if self._divides(rows):
             yield _ROWS, self._objective(layout, (*BATCH_AXES, "tensor"))
 
     def compared(
@@ -479,13 +511,16 @@ class Search:
             param_axes=PARAM_AXES,
             batch_axes=batch,
             pinned_axes=pinned,
-            pinned_params=self._pinned_params(layout),
+            pinned_params=self._pinned_params(self.given, layout),
             experts=self._experts,
             microbatches=layout.microbatches,
             params_alone=layout.stage > 1,  # A pipeline uses the rules of parameters alone.
             stages=layout.stage,
             layers=self.stages.params,
         )
+
+    def _pinned_params(self, rules: AxisRules | None, layout: Layout) -> dict[int, Dims]:
+        return {} if rules is None else pinned_params(self.traced, self.classes, rules, layout)
 
     def _kept_inputs(self, layout: Layout) -> float:
         """Returns the bytes of inputs of its layers that a stage keeps."""
@@ -519,31 +554,6 @@ class Search:
             )
 
         return functools.cache(held)
-
-    def _pinned_params(self, layout: Layout) -> dict[int, Dims]:
-        """Returns the layouts of parameters that the given rules decide."""
-        if self.given is None:
-            return {}
-        mesh = abstract_mesh(str(layout), layout.num_devices)
-        axes, module = self.traced.module.axes, self.traced.module
-        placed = place(self.traced.params, axes, self.given, mesh)
-        state = place_model_state(self.traced.model_state, axes, self.given, mesh, module.frozen)
-        placed |= {path: one for path, one in state.items() if path in module.frozen}
-        at = dict(zip(self.traced.paths, self.classes.arguments, strict=True))
-        decided: dict[int, dict[Dims | None, str]] = collections.defaultdict(dict)
-        for path, one in placed.items():
-            number = at[path]
-            is_given = one.origin != "auto"
-            dims = from_spec(one.spec, len(one.shape)).dims if is_given else None
-            decided[number].setdefault(dims, path)
-        for layouts in decided.values():
-            if len(layouts) > 1:
-                raise RuleError(
-                    f"{', '.join(layouts.values())} have one structure and get one layout, but the "
-                    "given rules place them differently.\n"
-                    "  Give all of them the same rule, or none."
-                )
-        return {n: dims for n, layouts in decided.items() for dims in layouts if dims is not None}
 
 
 class _Answer(NamedTuple):

@@ -9,10 +9,10 @@ from jaxtyping import PyTree
 
 from shardlib.errors import DataError
 from shardlib.find.axes import Kind, Names, TracedAxes, params_table
-from shardlib.functional import AxesByPath, FunctionalModule, refuse_no_params
+from shardlib.functional import AxesByPath, FunctionalModule, check_trained
 from shardlib.functional.precision import Precision
 from shardlib.jaxprs import CUSTOM_GRADIENTS, called, equations, holds
-from shardlib.losses.signature import called_by_position
+from shardlib.losses.signature import called_by_position, refuse_inputs
 from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
 from shardlib.nn.staged import MetStack, stacks_met
 from shardlib.partitioner.layout import num_bytes
@@ -22,6 +22,8 @@ from shardlib.rules import FSDP, AxisRules
 
 INPUT = "<batch>/"
 """Before the paths of the leaves of a batch."""
+_SHOWN = 4
+"""Leaves that an error names."""
 GRADIENT_BYTES = 4
 """Bytes of an element of a gradient, in float32."""
 
@@ -72,8 +74,9 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces the loss of a batch; allocates nothing. Other arguments are as in `find_rules`."""
     loss = called_by_position(loss)
+    refuse_inputs(loss)
     params, model_state = module.shapes()
-    refuse_no_params(module, params)
+    check_trained(module, params)
     _check(batch)
     params = jax.eval_shape(lambda p: precision.store(p, module.float32), params)
     model_state = jax.eval_shape(
@@ -173,7 +176,8 @@ def _check(batch: PyTree) -> None:
         if not getattr(leaf, "shape", ()) or leaf.shape[0] == 0
     ]
     if wrong or not jax.tree.leaves(batch):
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise DataError(
-            f"{', '.join(wrong) or 'the batch'} has no rows.\n"
-            "  Give arrays or ShapeDtypeStructs [rows, ...], without scalars."
+            f"{', '.join(wrong[:_SHOWN]) or 'the batch'}{more} has no rows.\n"
+            "  Give arrays or ShapeDtypeStructs [rows, ...], without scalars and lists of numbers."
         )

@@ -101,34 +101,36 @@ class Questions:
         return f"{PARTS[part]} bind: {share:.0%} of a step"
 
     def _slower(self, other: Solution) -> float:
-        return max(other.seconds - self.solution.seconds, 0.0)
+        return max(float(other.seconds - self.solution.seconds), 0.0)
 
     def _read(self, text: str) -> tuple[Kind, str, tuple[str, ...]]:
-        before, colon, after = text.rpartition(":")
-        table, _, name = before.strip().rpartition(".")
+        before, colon, after = str(text).rpartition(":")
+        table, _, name = before.strip().partition(".")
         if table not in get_args(Kind):
             table, name = "", before.strip()
-        axes = [] if after.strip() in ("", "null", "None", "-") else after.split("+")
-        axes = tuple(axis.strip() for axis in axes)
-        if not colon or not name:
+        after = after.strip().removeprefix("[").removesuffix("]").replace(",", "+")
+        axes = () if after in ("", "null", "None", "-") else tuple(map(str.strip, after.split("+")))
+        if not colon or not name or "" in axes or len(set(axes)) < len(axes):
             raise RuleError(
-                f"{text!r} is not a rule.\n  Write the axis and its mesh axes: 'up: fsdp'."
+                f"{text!r} is not a rule.\n"
+                "  Write the axis and its mesh axes, each once: 'up: fsdp' or 'up: fsdp+tensor'."
             )
-        known = {kind: list(self._named(kind)) for kind in get_args(Kind)}
+        known = {kind: list(dict.fromkeys(self._named(kind))) for kind in get_args(Kind)}
         if not table:
             table = "params" if name in known["params"] else "activations"
         if name not in known[table]:
-            every = list(dict.fromkeys([*known["params"], *known["activations"]]))
+            every = [f"{kind}.{axis}" for kind, axes in known.items() for axis in axes]
+            meant = did_you_mean(f"{table}.{name}" if "." not in name else name, every)
             raise RuleError(
-                f"the rules have no axis {name!r}.{did_you_mean(name, every)}\n"
-                f"  Axes: {', '.join(every)}."
+                f"the rules for {table} have no axis {name!r}.{meant}\n  Axes: {', '.join(every)}."
             )
         self._refuse_stages(name, axes)
         have = self.problem.network.axes
         if wrong := [axis for axis in axes if axis not in have]:
             raise RuleError(
-                f"the mesh has no axis {wrong[0]!r}.{did_you_mean(wrong[0], have)}\n"
-                f"  Mesh axes: {', '.join(have)}."
+                f"the mesh has no axis {wrong[0]!r} of several devices."
+                f"{did_you_mean(wrong[0], have)}\n"
+                f"  Its axes are {', '.join(have) or 'none'}; find rules for another mesh."
             )
         return table, name, axes  # type: ignore[return-value]
 
@@ -166,18 +168,33 @@ class Questions:
             if fitting:
                 without |= set(options.values()) - fitting
                 continue
-            length = self.problem.classes.tensors[number].shape[dim]
-            divides = length % parts == 0
-            reason = "the search does not cut it so" if divides else f"{parts} does not divide it"
+            tensor = self.problem.classes.tensors[number]
+            length = tensor.shape[dim]
+            fixed = self.problem.objective.pinned_axes.get(tensor.axes[dim])
+            reason = "the search does not cut it so"
+            if length % parts:
+                reason = f"{parts} does not divide it"
+            elif fixed is not None:
+                reason = f"the search always cuts it over {'+'.join(fixed) or 'nothing'}"
             refused.append(f"{name} of size {length}: {reason}")
         return without, refused
+
+    def fixed(self, table: Kind, name: str) -> bool:
+        """Returns whether all axes of a name are cut as the batch or its positions always are."""
+        pinned = self.problem.objective.pinned_axes
+        axes = {
+            self.problem.classes.tensors[number].axes[row.index(name)]
+            for number, row in self.names.items()
+            if name in row and self._table(number) == table
+        }
+        return bool(axes) and axes <= set(pinned)
 
     def _differences(self, other: Solution) -> Iterator[str]:
         slower, base = self._slower(other), self.solution.seconds
         if slower <= _GAP * base:
             yield "as quick"
             return
-        yield f"{duration(slower)} slower, {slower / base:.1%} of a step"
+        yield f"{duration(slower)} slower, {slower / base:.1%} of a step by the integer program"
         before, after = self.solution.seconds_by_part, other.seconds_by_part
         for part, words in PARTS.items():
             more = after[part] - before[part]

@@ -9,7 +9,9 @@ depends on that key alone, not on the mesh or on earlier runs of the module.
 
 from shardlib.functional.calls import call as call
 from shardlib.functional.calls import updated as updated
+from shardlib.functional.make import check_trained as check_trained
 from shardlib.functional.make import functional as functional
+from shardlib.functional.make import refuse_integer_params as refuse_integer_params
 from shardlib.functional.make import refuse_no_params as refuse_no_params
 from shardlib.functional.protocol import AxesByPath as AxesByPath
 from shardlib.functional.protocol import FunctionalModule as FunctionalModule

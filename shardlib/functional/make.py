@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from shardlib.errors import ModelError
 from shardlib.functional.linen_modules import LinenFunctional
 from shardlib.functional.nnx_modules import NnxFunctional, made_by
 from shardlib.functional.protocol import FunctionalModule, Inputs, Tree
+from shardlib.paths import named_leaves
 
 
 def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalModule:
@@ -34,6 +36,11 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
         return LinenFunctional(make, inputs, wrt)
     if isinstance(make, nnx.Module):
         return NnxFunctional(make, wrt)
+    if isinstance(make, type) and issubclass(make, linen.Module):
+        raise ModelError(
+            f"the model is the linen class {make.__name__}, not a module.\n"
+            f"  Give an instance, such as {make.__name__}(...)."
+        )
     if not callable(make):
         raise ModelError(_not_a_module(f"the model is {make!r}"))
     _check_takes_rngs(make)
@@ -73,6 +80,28 @@ def _not_a_module(what: str) -> str:
         f"{what}, which is not a Flax module.\n"
         "  Give an `nnx.Module`, a `flax.linen.Module`, or a function that returns one."
     )
+
+
+def check_trained(module: FunctionalModule, params: Tree) -> None:
+    """Raises `ModelError` for a module without parameters to train, or with some that have no
+    gradient."""
+    refuse_no_params(module, params)
+    refuse_integer_params(params)
+
+
+def refuse_integer_params(params: Tree) -> None:
+    """Raises `ModelError` for parameters that have no gradient; names all of them."""
+    wrong = [
+        f"{path} ({leaf.dtype})"
+        for path, leaf in named_leaves(params).items()
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ModelError(
+            f"parameters that are not floating-point have no gradient: {', '.join(wrong)}.\n"
+            "  Hold them in an nnx.Variable instead of an nnx.Param, or for linen in a collection "
+            "of their own: self.variable('constants', ...)."
+        )
 
 
 def refuse_no_params(module: FunctionalModule, params: Tree) -> None:

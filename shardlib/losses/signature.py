@@ -74,6 +74,16 @@ def noting(model: str, batch: PyTree) -> Iterator[None]:
         raise
 
 
+def refuse_inputs(loss_fn: LossFn) -> None:
+    """Raises `ModelError` for a loss that takes more than a model, a batch and a key."""
+    if not _accepts(loss_fn, 3):
+        raise ModelError(
+            f"the loss function {_name(loss_fn)} takes inputs besides the model, the batch and the "
+            "key, which are not known before a run.\n"
+            "  Give a function of (model, batch, rng) that holds them."
+        )
+
+
 def _name(loss_fn: Any) -> str:
     return getattr(loss_fn, "__name__", repr(loss_fn))
 

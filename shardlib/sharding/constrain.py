@@ -125,6 +125,11 @@ def _check_kinds(mesh: Mesh | AbstractMesh, rules: Any) -> None:
             f"the mesh is {given}, not a jax.sharding.Mesh.\n"
             "  Make one, as in sl.make_mesh('data=2,fsdp=-1'), and give it before the rules."
         )
+    check_rules(rules)
+
+
+def check_rules(rules: Any) -> None:
+    """Raises `RuleError` for rules that are not `AxisRules`, such as the name of a preset."""
     if not isinstance(rules, AxisRules):
         raise RuleError(
             f"the rules are {rules!r}, not an AxisRules.\n"

@@ -128,7 +128,10 @@ def place_model_state(
 
 def unmatched_patterns(rules: AxisRules, placements: Iterable[Placement]) -> dict[str, str]:
     """Returns the path patterns of the rules that match no leaf, with the nearest one that does."""
-    paths = [placement.path for placement in placements if placement.origin != _UNNAMED]
+    return _unmatched(rules, [p.path for p in placements if p.origin != _UNNAMED])
+
+
+def _unmatched(rules: AxisRules, paths: Sequence[str]) -> dict[str, str]:
     return {
         pattern: nearest_pattern(pattern, paths)
         for pattern, _ in rules.paths
@@ -141,7 +144,12 @@ def warn_of_unmatched(rules: AxisRules, placements: Iterable[Placement], model: 
 
     They are not refused: a table of rules may serve several models.
     """
-    for pattern, hint in unmatched_patterns(rules, placements).items():
+    warn_of_unmatched_paths(rules, [p.path for p in placements if p.origin != _UNNAMED], model)
+
+
+def warn_of_unmatched_paths(rules: AxisRules, paths: Sequence[str], model: str) -> None:
+    """Logs the path patterns that match no path."""
+    for pattern, hint in _unmatched(rules, paths).items():
         _LOG.warning("the path rule %r matches no parameter of %s.%s", pattern, model, hint)
 
 

@@ -16,6 +16,7 @@ from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware.compiler_options import Value
 from shardlib.losses.aggregate import Aggregate, is_output, join
+from shardlib.losses.results import Sums
 from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.runtime.distributed import must_block
 from shardlib.sharding.constrain import Scope, use
@@ -27,7 +28,7 @@ from shardlib.train.batches import (
     input_shardings,
     microbatch_shapes,
 )
-from shardlib.train.gradients import Inputs, LossArguments, LossFn, PartLoss, Sums
+from shardlib.train.gradients import Inputs, LossArguments, LossFn, PartLoss
 from shardlib.train.offload import fetch
 from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipeline.config import PipelineConfig

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
+from shardlib.losses.results import Sums, loss_mean
 from shardlib.losses.signature import check_arity
 from shardlib.mesh import mesh_sizes
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import manual
 from shardlib.train.batches import batch_shardings
-from shardlib.train.gradients import LossArguments, PartLoss, Sums, loss_mean, part_key
+from shardlib.train.gradients import LossArguments, PartLoss, part_key
 from shardlib.train.reduce.reduction import AXIS
 from shardlib.train.reduce.uneven import check_rows
 from shardlib.train.state import TrainState, state_shardings

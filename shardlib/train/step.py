@@ -12,14 +12,14 @@ import optax
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
-from shardlib.functional import updated
+from shardlib.functional import refuse_integer_params, updated
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.hardware.compiler_options import Value
 from shardlib.losses.aggregate import Aggregate, Mean
+from shardlib.losses.results import loss_mean
 from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.partitioner import Partition
-from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import BatchAxes as BatchAxes
@@ -38,7 +38,6 @@ from shardlib.train.gradients import (
     LossFn,
     PartLoss,
     accumulate_gradients,
-    loss_mean,
 )
 from shardlib.train.guards import SKIPPED, GuardsConfig, judge, keep_unless
 from shardlib.train.offload import update_offloaded
@@ -256,7 +255,7 @@ class TrainStep(JittedStep):
     def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:
         scope = state.definition.scope
         placed = state_shardings(state)
-        _check_trainable(state)
+        refuse_integer_params(state.params)
         _check_precision(self.precision, state)
         check_window(self.guards, state)
         check_arity(self.loss_fn, inputs)
@@ -413,20 +412,6 @@ def _divided(summed: Gradients) -> tuple[PyTree, jax.Array]:
     loss = loss_mean(summed.sums)
     scale = jnp.where(loss.weight == 0, 1.0, loss.weight)
     return jax.tree.map(lambda g: g / scale.astype(g.dtype), summed.grads), loss.value
-
-
-def _check_trainable(state: TrainState) -> None:
-    wrong = [
-        f"{path} ({leaf.dtype})"
-        for path, leaf in named_leaves(state.params).items()
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    if wrong:
-        raise ModelError(
-            f"parameters that are not floating-point have no gradient: {', '.join(wrong)}.\n"
-            "  Hold them in an nnx.Variable instead of an nnx.Param, or for linen in a collection "
-            "of their own: self.variable('constants', ...)."
-        )
 
 
 def _check_precision(policy: Precision, state: TrainState) -> None:

@@ -133,7 +133,7 @@ WRONG = {
     "scalar": ({"batch": BATCH | {"s": jax.ShapeDtypeStruct((), jnp.float32)}}, DataError, "s has"),
     "no rows": ({"batch": {"x": jax.ShapeDtypeStruct((0, 4), jnp.float32)}}, DataError, "x has no"),
     "nothing": ({"batch": {}}, DataError, "the batch has no rows"),
-    "microbatches": ({"microbatches": 3}, MeshError, "16 rows in 3 microbatches"),
+    "microbatches": ({"microbatches": 3}, MeshError, "the 16 rows of the batch in 3 microbatches"),
     "seconds": ({"seconds": -1}, ConfigError, "must be positive"),
 }
 

@@ -28,13 +28,13 @@ from jaxtyping import PyTree
 from shardlib.cost.layout import SHARDLIB, Software
 from shardlib.cost.traced.primitives import PARAMS_TABLE, constrained_names
 from shardlib.cost.traced.step import BatchAxes, TracedStep
-from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
+from shardlib.functional import FunctionalModule, Inputs, call, check_trained, functional
 from shardlib.functional.boundary import boundary
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
-from shardlib.losses import Mean
 from shardlib.losses.microbatch import widened
-from shardlib.losses.signature import called_by_position
+from shardlib.losses.results import loss_mean, loss_sums, refuse_integer_loss
+from shardlib.losses.signature import called_by_position, noting
 from shardlib.mesh import abstract_mesh
 from shardlib.nn.attention.as_one import attention_as_one
 from shardlib.optim.transforms import check_transformation
@@ -121,7 +121,7 @@ def _step(
     check_transformation(optimizer)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
-    refuse_no_params(module, params)
+    check_trained(module, params)
     params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
     model_state = jax.eval_shape(
         lambda held: dtypes.store(held, module.float32, only=module.frozen), model_state
@@ -179,11 +179,10 @@ def total_loss(
 
     def total(model: Any) -> Any:
         given = dtypes.cast_batch(batch)
-        with boundary(model, dtypes.compute, given):
-            loss = loss_fn(model, given, loss_key)
-        if isinstance(loss, tuple) and not isinstance(loss, Mean):
-            loss = loss[0]
-        return jnp.asarray(loss.total if isinstance(loss, Mean) else loss, jnp.float32)
+        with boundary(model, dtypes.compute, given), noting(module.name, given):
+            result = loss_fn(model, given, loss_key)
+        refuse_integer_loss(result)
+        return loss_mean(loss_sums(result, given)).total
 
     return call(module, params, model_state, model_key, total, precision=dtypes)
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit, widened
+from shardlib.losses.results import Sums, loss_mean
 from shardlib.nn.stages import StageCut, layer_faults, layers_before
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
@@ -25,7 +26,7 @@ from shardlib.sharding.constrain import platform
 from shardlib.sharding.manual import axis_size, manual
 from shardlib.sharding.partition import Placement, pin
 from shardlib.train.batches import microbatch_shapes
-from shardlib.train.gradients import Gradients, LossArguments, PartLoss, Sums, loss_mean, part_key
+from shardlib.train.gradients import Gradients, LossArguments, PartLoss, part_key
 from shardlib.train.partitioning import (
     ArgumentLayouts,
     Outputs,

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from shardlib.errors import ShardlibError
 from shardlib.losses.aggregate import Mean, Output
+from shardlib.losses.results import Sums
 from shardlib.mesh import entry_axes
 from shardlib.partitioner.row_sums import spreads
 from shardlib.partitioner.spread import KEY, ROWS, SAME, lost
@@ -22,7 +23,7 @@ from shardlib.sharding.constrain import Scope, manual_axes
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.sharding.shared_rows import proving
 from shardlib.train.batches import batch_shardings
-from shardlib.train.gradients import LossArguments, PartLoss, Sums
+from shardlib.train.gradients import LossArguments, PartLoss
 from shardlib.train.reduce.hierarchical import Hops
 from shardlib.train.reduce.reduction import AXIS, CONTEXT, ContextGroups, Reduction
 from shardlib.train.reduce.sum_once import (

@@ -20,13 +20,14 @@ from shardlib.config import configclass
 from shardlib.errors import ConfigError, ModelError, RuleError
 from shardlib.losses.aggregate import join, map_outputs, nothing, split_outputs, with_outputs
 from shardlib.losses.microbatch import split
+from shardlib.losses.results import Sums
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import axis_size, manual
 from shardlib.sharding.partition import Placement, pin
 from shardlib.sharding.shared_rows import rows_cut
 from shardlib.train.batches import batch_shardings
-from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss, Sums
+from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss
 from shardlib.train.reduce.hierarchical import Hops, kept_dim, outer_degree, sum_groups
 from shardlib.train.reduce.uneven import arrange_batch, balance
 from shardlib.train.state import Definition

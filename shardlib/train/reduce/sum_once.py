@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from shardlib.errors import ShardlibError
 from shardlib.functional import updated
 from shardlib.losses.aggregate import Max, Mean, Min, Output, Sum
+from shardlib.losses.results import Sums
 from shardlib.mesh import entry_axes
 from shardlib.nn.lookup import EXCHANGE
 from shardlib.partitioner import Traced, trace
@@ -27,7 +28,7 @@ from shardlib.partitioner.row_sums import spreads
 from shardlib.partitioner.spread import KEY, ROWS, SAME, Spread, first_lost, lost
 from shardlib.sharding.constrain import Scope, plainly
 from shardlib.train.batches import batch_shardings
-from shardlib.train.gradients import LossArguments, PartLoss, Sums
+from shardlib.train.gradients import LossArguments, PartLoss
 from shardlib.train.reduce.hierarchical import kept_dim
 from shardlib.train.reduce.reduction import AXIS, Reduction, ReductionConfig, plan_reduction
 
