@@ -256,6 +256,8 @@ class FoundRules(Report):
 
     def _price_notes(self) -> Iterator[str]:
         chosen, best = self.prices[0], self._quickest()
+        if len(self.prices) > 1:
+            yield "the first row is what was found"
         if best.rank < chosen.rank:
             by = "" if best.unhidden_seconds is None else " with nothing hidden"
             less = 1 - best.rank / chosen.rank

@@ -106,7 +106,7 @@ def _highs(
     from scipy.optimize import Bounds, milp
 
     # HiGHS works with absolute tolerances near 1e-6: scale the largest cost to about 1e3.
-    scale = 1e3 / max(costs.max(), 1e-12)
+    scale = 1e3 / max(float(costs.max()), 1e-12)
     bounds = Bounds(*limits)
     found = milp(
         costs * scale, integrality=whole, bounds=bounds, constraints=constraints, options=options

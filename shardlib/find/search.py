@@ -118,7 +118,10 @@ class Search:
         return stages_of(self.classes, self.traced.stacks, self.traced.updated)
 
     def _can_cut(self, stages: int) -> bool:
-        return self.searches_stages and self.given is None and self.stages.is_worth(stages)
+        parts = self.microbatches
+        is_enough = parts is None or parts >= stages
+        is_asked = self.searches_stages and self.given is None
+        return is_asked and is_enough and self.stages.is_worth(stages)
 
     @functools.cached_property
     def batch_rows(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from shardlib.cost.layout import AXES
 from shardlib.errors import DoesNotFitError, PartitionError, RuleError, did_you_mean
 from shardlib.find.problem import LayoutProblem, Solution
 from shardlib.find.program import Part
@@ -116,21 +117,21 @@ class Questions:
                 "  Write the axis and its mesh axes, each once: 'up: fsdp' or 'up: fsdp+tensor'."
             )
         known = {kind: list(dict.fromkeys(self._named(kind))) for kind in get_args(Kind)}
+        tables = [table] if table else ["params", "activations"]
+        table = next((one for one in tables if name in known[one]), "")
         if not table:
-            table = "params" if name in known["params"] else "activations"
-        if name not in known[table]:
-            every = [f"{kind}.{axis}" for kind, axes in known.items() for axis in axes]
-            meant = did_you_mean(f"{table}.{name}" if "." not in name else name, every)
-            raise RuleError(
-                f"the rules for {table} have no axis {name!r}.{meant}\n  Axes: {', '.join(every)}."
-            )
+            asked = f" for {tables[0]}" if len(tables) == 1 else ""
+            meant = did_you_mean(name, [axis for one in tables for axis in known[one]])
+            every = "; ".join(f"{one}: {', '.join(axes)}" for one, axes in known.items())
+            raise RuleError(f"the rules{asked} have no axis {name!r}.{meant}\n  Axes of {every}.")
         self._refuse_stages(name, axes)
         have = self.problem.network.axes
         if wrong := [axis for axis in axes if axis not in have]:
+            known = wrong[0] in AXES
+            what = f"this mesh has {wrong[0]}=1" if known else f"the mesh has no axis {wrong[0]!r}"
             raise RuleError(
-                f"the mesh has no axis {wrong[0]!r} of several devices."
-                f"{did_you_mean(wrong[0], have)}\n"
-                f"  Its axes are {', '.join(have) or 'none'}; find rules for another mesh."
+                f"{what}.{'' if known else did_you_mean(wrong[0], have)}\n"
+                f"  It cuts along {', '.join(have) or 'nothing'}; ask about rules for another mesh."
             )
         return table, name, axes  # type: ignore[return-value]
 

@@ -134,7 +134,15 @@ WRONG = {
     "no rows": ({"batch": {"x": jax.ShapeDtypeStruct((0, 4), jnp.float32)}}, DataError, "x has no"),
     "nothing": ({"batch": {}}, DataError, "the batch has no rows"),
     "microbatches": ({"microbatches": 3}, MeshError, "the 16 rows of the batch in 3 microbatches"),
-    "seconds": ({"seconds": -1}, ConfigError, "must be positive"),
+    "seconds": ({"seconds": -1}, ConfigError, "seconds=-1 is not a positive"),
+    "text": ({"microbatches": "auto"}, ConfigError, "microbatches='auto' is not a positive int"),
+    "memory": ({"memory_bytes": float("nan")}, ConfigError, "memory_bytes=nan is not"),
+    "preset": ({"rules": "standard"}, RuleError, "'standard', not an AxisRules"),
+    "forbidden": ({"forbidden": [3]}, ConfigError, r"forbidden=\[found\]"),
+    "lists": ({"batch": {"x": [[0.0] * 512] * 16}}, DataError, "and 8188 more has no rows"),
+    "vector": ({"loss": lambda model, batch: model(batch["tokens"])}, ModelError, "of shape"),
+    "nothing returned": ({"loss": lambda model, batch: None}, ModelError, "NoneType"),
+    "inputs": ({"loss": lambda model, batch, rng, teacher: 0.0}, ModelError, "inputs besides"),
 }
 
 
@@ -143,6 +151,16 @@ def test_wrong_arguments(case):
     options, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         find(**options)
+
+
+def test_all_leaves_of_a_batch_are_counted():
+    """`z` is in no product; `fsdp=4` divides the rows of the others."""
+    rows = {name: jax.ShapeDtypeStruct((n, 512), jnp.int32) for name, n in (("z", 18),)}
+    text = "fsdp=4,tensor=2 does not divide.*tokens: 16.*z: 18.*\n.*multiple of 4 rows"
+    with pytest.raises(MeshError, match=text):
+        find(batch=shapes(16, 512) | rows)
+    found = find(batch=shapes(16, 512) | {"z": jax.ShapeDtypeStruct((32,), jnp.int32)})
+    assert found.sizes["fsdp"] == 4
 
 
 class Named(linen.Module):

@@ -47,9 +47,7 @@ def test_float16_terms_are_summed_before_they_are_added(mesh):
     x, w = np.full((8, 2), 208, np.float16), np.float16([[160] * 8, [-156] * 8])
 
     def fn(x, w):
-        carried, _ = lax.scan(
-            lambda c, _: (c + x @ w, None), jnp.zeros((8, 8), x.dtype), length=3
-        )
+        carried, _ = lax.scan(lambda c, _: (c + x @ w, None), jnp.zeros((8, 8), x.dtype), length=3)
         rows = lax.reduce_sum_p.bind(x @ w, axes=(1,), out_sharding=None)
         return x @ w + x @ w[:, ::-1], carried, rows
 
