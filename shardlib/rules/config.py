@@ -54,7 +54,8 @@ class RulesConfig:
     names: NamesConfig | None = None
     """The names of activations, for a model that names none."""
     found_for: str | None = None
-    """The mesh that the rules were found for; a run that resumes on it keeps them."""
+    """The mesh that the rules were found for; a run keeps them on it, and finds new ones for
+    another mesh."""
 
     def __post_init__(self) -> None:
         try:

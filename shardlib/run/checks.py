@@ -155,21 +155,29 @@ def _check_extras(config: RunConfig) -> None:
 _BY_COMPILER = (ReductionConfig(), ReductionConfig(dtype="compiler"))
 
 
-def _check_idle(config: RunConfig, scope: Scope) -> None:
-    """Raises `RuleError` when a mesh axis would only replicate the work of the others."""
+def idle_axes(config: RunConfig, scope: Scope) -> dict[str, int]:
+    """Returns the mesh axes that only replicate the work of the others, with their sizes."""
     train = config.train
     # Axes that split layers or rows themselves, independently of the rules.
     by_hand = {"stage"}
     if train.local_sgd is not None or train.reduction not in _BY_COMPILER:
         by_hand.add("data")
+    idle = scope.rules.idle(scope.mesh)
+    return {name: size for name, size in idle.items() if name not in by_hand}
+
+
+def _check_idle(config: RunConfig, scope: Scope) -> None:
+    """Raises `RuleError` for idle axes under rules that were written by hand: a search may find
+    that idle devices are quicker than what a small model would send."""
+    if config.found_for is not None:
+        return
     fix = "Choose a mesh of axes that the rules name, or rules that name this axis."
     if scope.rules.names is not None:
         fix = "Choose a mesh of axes that the rules name, or mesh=auto together with rules=auto."
     faults = [
         f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
         f"same.{'' if name in STANDARD_AXES else did_you_mean(name, STANDARD_AXES)}\n  {fix}"
-        for name, size in scope.rules.idle(scope.mesh).items()
-        if name not in by_hand
+        for name, size in idle_axes(config, scope).items()
     ]
     if faults:
         raise RuleError("\n".join(faults))

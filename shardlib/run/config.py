@@ -228,6 +228,11 @@ class RunConfig:
 
         return run.served(self)
 
+    @property
+    def found_for(self) -> str | None:
+        """The mesh that the rules were found for; None for other rules."""
+        return self.rules.found_for if isinstance(self.rules, RulesConfig) else None
+
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes, which a run that starts has resolved."""
         assert self.rules != AUTO

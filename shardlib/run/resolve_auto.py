@@ -4,18 +4,21 @@ Every job resolves its config before it builds anything. What it builds never me
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 
+import jax
 from jaxtyping import PyTree
 
 from shardlib.data import MapSource
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster, cluster_of
-from shardlib.mesh import MeshConfig, describe, make_mesh, mesh_sizes
+from shardlib.mesh import MeshConfig, abstract_mesh, describe, make_mesh, mesh_sizes
 from shardlib.registry import DataSpec
+from shardlib.run.checks import idle_axes
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.plans.finding import knows, with_found_rules
+from shardlib.run.plans.finding import with_found_rules
 from shardlib.run.plans.planning import UNPLANNED, planned_mesh
 from shardlib.run.setup import Devices, Setup, setup
 from shardlib.sharding.constrain import Scope
@@ -48,11 +51,11 @@ def resolve(
 ) -> ResolvedConfig:
     """Returns a config with every open setting decided, but for microbatches that depend on the
     memory of the compiled step. A run that resumes keeps the open settings of the config `began`,
-    with which it began.
+    with which it began. Rules that were found for another mesh are open.
 
     Raises:
         MeshError: If no mesh can be made of the devices.
-        ShardlibError: The errors of `find_rules`, for `rules: auto`.
+        ShardlibError: The errors of `find_rules`, for found rules.
     """
     given, config = config, as_recorded(config, began)
     config, choices = _with_mesh_and_rules(config, devices, began)
@@ -66,6 +69,7 @@ def resolve(
         local_sgd = dataclasses.replace(train.local_sgd, groups=sizes.get("data", 1))
         train = dataclasses.replace(train, local_sgd=local_sgd)
     config = dataclasses.replace(config, train=train)
+    choices |= _warned_of_idle_axes(config, devices)
     recorded = dataclasses.replace(config, mesh=given.mesh)
     return ResolvedConfig(config, recorded, choices, leaves_microbatches)
 
@@ -88,15 +92,33 @@ def _with_mesh_and_rules(
     config: RunConfig, devices: Devices, began: RunConfig | None
 ) -> tuple[RunConfig, dict[str, str]]:
     """Returns the config with a mesh and rules, and the reasons for those that were `auto`. The
-    search for rules compares meshes, too, if it knows the speed of the devices."""
-    choices: dict[str, str] = {}
-    if config.rules != AUTO or not knows(devices):
-        mesh, choices = _mesh(config, devices)
-        config = dataclasses.replace(config, mesh=mesh)
-    if config.rules == AUTO:
-        config, why = with_found_rules(config, devices, began, _say)
-        choices |= why
-    return config, choices
+    search for rules compares meshes, too."""
+    if config.rules == AUTO or config.found_for is not None:
+        return with_found_rules(config, devices, began, _say)
+    mesh, choices = _mesh(config, devices)
+    return dataclasses.replace(config, mesh=mesh), choices
+
+
+def _warned_of_idle_axes(config: RunConfig, devices: Devices) -> dict[str, str]:
+    """Warns of mesh axes that found rules leave idle, and returns them as an entry of choices."""
+    if config.found_for is None:
+        return {}
+    try:
+        mesh = abstract_mesh(config.mesh, _count(devices))
+    except MeshError:
+        return {}  # Reported with the other faults of the config.
+    idle = idle_axes(config, Scope(mesh, config.axis_rules()))  # type: ignore[arg-type]
+    if not idle:
+        return {}
+    names, count = " and ".join(map(repr, idle)), math.prod(idle.values())
+    which = "axis" if len(idle) == 1 else "axes"
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        _say(
+            f"warning: the rules found for {config.found_for} leave the mesh {which} {names} idle: "
+            f"groups of {count} devices hold and compute the same.\n"
+            f"  Name a mesh without {'it' if len(idle) == 1 else 'them'}, or set mesh=auto."
+        )
+    return {"idle": f"mesh {which} {names}: groups of {count} devices compute the same"}
 
 
 def _say(text: str) -> None:
@@ -120,11 +142,14 @@ def _sizes(config: RunConfig, devices: Devices) -> dict[str, int]:
     mesh = MeshConfig.parse(config.mesh)
     if -1 not in mesh.sizes.values():
         return mesh.sizes
-    count = devices.num_devices if isinstance(devices, Cluster) else len(devices)
     try:
-        return mesh.resolve(count).sizes
+        return mesh.resolve(_count(devices)).sizes
     except MeshError:
         return {}  # Reported with the other faults of the config.
+
+
+def _count(devices: Devices) -> int:
+    return devices.num_devices if isinstance(devices, Cluster) else len(devices)
 
 
 def _fewest(train: TrainConfig, sizes: dict[str, int]) -> int:

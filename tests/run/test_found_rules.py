@@ -291,8 +291,59 @@ def test_adapters_and_what_they_adapt_get_rules(config):
 def test_wrong_configs(config):
     with pytest.raises(ConfigError, match=r"called 'atuo'\. Did you mean 'auto'"):
         config("rules=atuo")
-    with pytest.raises(RuleError, match=r"no rule names the mesh axis 'tensor'.*\n.*rules=auto"):
-        run.explain(config("model.width=16"), "8xh100")
+
+
+def test_an_axis_that_found_rules_leave_idle_is_told(config, capsys):
+    """The search finds that a small model trains as quickly with the axis idle. It is no fault, but
+    one of rules that were written by hand."""
+    warning = (
+        "warning: the rules found for fsdp=4,tensor=2 leave the mesh axis 'tensor' idle: groups of "
+        "2 devices hold and compute the same.\n"
+        "  Name a mesh without it, or set mesh=auto.\n"
+    )
+    small = config("model.width=16")
+    report = run.explain(small, "8xh100")
+    assert report.choices["idle"] == "mesh axis 'tensor': groups of 2 devices compute the same"
+    assert warning in capsys.readouterr().err
+    found = resolve(small, H100)
+    again = resolve(small, H100, began=found.recorded)
+    assert capsys.readouterr().err.count(warning) == 2
+    by_hand = dataclasses.replace(again.config.rules, found_for=None)
+    with pytest.raises(RuleError, match=r"no rule names the mesh axis 'tensor'"):
+        run.explain(dataclasses.replace(small, rules=by_hand), "8xh100")
+
+
+def test_rules_of_another_mesh_count_as_open(config, capsys):
+    """A directory of a run has the table that was found. It says for which mesh."""
+    found = resolve(config("mesh=fsdp=8", "model.width=16"), H100).recorded
+    capsys.readouterr()
+    same = resolve(found.with_mesh("data=1,fsdp=-1"), H100, began=found)
+    assert (same.recorded.rules, same.choices) == (found.rules, {"rules": "as the run began"})
+    assert resolve(found, H100).choices == {"rules": "found for fsdp=8"}
+    assert not capsys.readouterr().err
+    moved = resolve(found.with_mesh("data=8"), H100, began=found)
+    assert moved.recorded.rules.found_for == "data=8"
+    assert moved.choices["auto rules"].startswith("found for data=8: ")
+    opened = resolve(found.with_mesh("auto"), H100, began=found)
+    assert opened.choices["auto rules"].startswith("found for ")
+    again = resolve(opened.recorded, H100, began=opened.recorded)
+    assert again.config == opened.config
+
+
+def test_rules_of_another_policy_count_as_open(config):
+    deep = f"model.name={HERE}:DEEP", "mesh=fsdp=8", "model.width=16"
+    found = resolve(config(*deep), H100).recorded
+    other = resolve(found.with_remat("full"), H100, began=found)
+    assert "auto rules" in other.choices
+    assert "auto rules" not in resolve(found, H100, began=found).choices
+
+
+def test_a_mesh_is_found_for_devices_of_unknown_speed(config):
+    found = resolve(config("mesh=auto", "model.width=16"), parse_cluster("cpu:8"))
+    alike = resolve(config("mesh=auto", "model.width=16"), H100)
+    assert (found.config.mesh, found.recorded.rules) == (alike.config.mesh, alike.recorded.rules)
+    assert "which stands for devices of unknown speed" in found.choices["auto rules"]
+    assert "auto mesh" not in found.choices
 
 
 @pytest.mark.mesh
@@ -335,6 +386,30 @@ def test_a_run_trains_and_resumes_with_one_table_and_policy(config, tmp_path, ca
     after = (tmp_path / "run/config.yaml").read_text()
     assert after == text.replace("steps: 1", "steps: 2", 1)
     assert prove(load(run.RunConfig, tmp_path / "run/config.yaml")).is_right
+
+
+@pytest.mark.mesh
+def test_a_run_goes_on_by_its_directory_on_another_mesh(config, tmp_path, capsys):
+    """Its config holds the rules that were found, with an axis that they leave idle."""
+    config()
+
+    def trains(path, *words):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(path), *words])
+        assert ended.value.code == 0
+        table = load(run.RunConfig, tmp_path / "run/config.yaml").rules
+        return table, capsys.readouterr().err
+
+    began, told = trains(tmp_path / "run.yaml", "model.width=16", "data.size=8")
+    assert began.found_for == "fsdp=4,tensor=2"
+    assert "leave the mesh axis 'tensor' idle" in told
+    same, told = trains(tmp_path / "run", "train.steps=2")
+    assert same == began
+    assert "finding" not in told
+    assert "leave the mesh axis 'tensor' idle" in told
+    moved, told = trains(tmp_path / "run", "train.steps=3", "mesh=data=2,fsdp=4")
+    assert moved.found_for == "data=2,fsdp=4"
+    assert told == "finding rules for data=2,fsdp=4 of 8xh100\n"
 
 
 @pytest.mark.soak

@@ -33,7 +33,8 @@ def with_found_rules(
     config: RunConfig, devices: Devices, began: RunConfig | None, notify: Notify
 ) -> tuple[RunConfig, dict[str, str]]:
     """Returns a config with the rules of `rules: auto`, and its mesh and the rematerialisation of
-    its model if they are `auto`.
+    its model if they are `auto`. Rules that were found for another mesh or rematerialisation count
+    as `auto`.
 
     A run that resumes on the same mesh keeps them. Otherwise the first process finds them, and
     the others get them: a search that its time limit ends may have another result elsewhere.
@@ -46,7 +47,10 @@ def with_found_rules(
             `RuleError`.
     """
     if (kept := _kept(config, devices, began)) is not None:
-        return kept, {"rules": "as the run began"}
+        is_as_began = began is not None and began.rules == kept.rules
+        reason = "as the run began" if is_as_began else f"found for {kept.found_for}"
+        return kept, {"rules": reason}
+    config = dataclasses.replace(config, rules=AUTO)
     failed: list[ShardlibError] = []
 
     def search(_: list[str]) -> str:
@@ -108,6 +112,8 @@ def find_for_run(
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
+    # Each stage needs a microbatch, and a mesh may have as many stages as devices.
+    is_enough = counted == AUTO or counted >= _count(cluster)  # type: ignore[operator]
     policies = _searched(config, spec) if any_policy or config.remat == AUTO else ()
     makes = {p: model_maker(config.with_remat(p), chosen, spec) for p in policies}
     return find_rules(
@@ -120,7 +126,7 @@ def find_for_run(
         precision=config.precision,
         wrt=trained(config),
         microbatches=None if counted == AUTO else counted,  # type: ignore[arg-type]
-        stages=schedule == "1f1b",
+        stages=schedule == "1f1b" and is_enough,
         notify=notify if mesh is None else lambda text: None,
     )
 
@@ -187,13 +193,17 @@ def _count(devices: Devices) -> int:
 
 
 def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunConfig | None:
-    """Returns the config with the rules that the run began with, if they are for its mesh and its
-    rematerialisation, which is also kept if it is `auto` and the batch is the same."""
-    if began is None or not isinstance(began.rules, RulesConfig) or not began.rules.found_for:
+    """Returns the config with the found rules that it has or that the run began with, if they are
+    for its mesh and its rematerialisation, which is also kept if it is `auto` and the batch is the
+    same."""
+    if began is None or config.rules not in (AUTO, began.rules):
+        began = config
+    if began.found_for is None:
         return None
-    mesh, before = config.mesh, MeshConfig.parse(began.rules.found_for)
+    mesh, before = config.mesh, MeshConfig.parse(began.found_for)
     if mesh == AUTO:
-        mesh, same = str(before), math.prod(before.sizes.values()) == _count(devices)
+        is_full = math.prod(before.sizes.values()) == _count(devices)
+        mesh, same = str(before), is_full and began.mesh == AUTO
     else:
         now = MeshConfig.parse(mesh)
         if -1 in now.sizes.values():
