@@ -1,7 +1,9 @@
 """`shardlib plan` and `shardlib calibrate`."""
 
+import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,14 +20,16 @@ from shardlib.cli.plan_serving import (
     check_without_serving,
     plan_serving,
 )
-from shardlib.errors import ConfigError
+from shardlib.errors import ConfigError, ShardlibError
 from shardlib.hardware import is_mixed
+from shardlib.runtime.exit_codes import WRONG_REQUEST
 
 if TYPE_CHECKING:
     from shardlib.find import FoundRules
     from shardlib.find.why_not import WhyNotRule
     from shardlib.plan.result import Plans
     from shardlib.run.config import RunConfig
+    from shardlib.run.plans.comparing import FoundOrPlan
     from shardlib.run.reports.verify_plans import Verification
 
 On = Annotated[
@@ -154,12 +158,23 @@ def _show_all(
     verified = _verified(plans, reload, verify) if verify else None
     if not as_json:
         _show_plans(plans, verified)
-    found = _found(plans, reload) if rules else None
-    answers = [found.why_not(one) for one in asked] if found else []
+    report = _found(plans, reload, asked) if rules else None
     if as_json:
-        print(json.dumps(_facts(plans, verified, found, answers), indent=2))
-    elif found:
-        _show(found, answers, plans)
+        print(json.dumps(_facts(plans, verified, report), indent=2))
+    elif report:
+        _show(report)
+    if report and any(isinstance(answer, ShardlibError) for answer in report.answers.values()):
+        raise typer.Exit(WRONG_REQUEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FoundReport:
+    """Found rules, what they are compared with, and the answers to questions about them."""
+
+    rules: "FoundRules"
+    comparison: "FoundOrPlan"
+    answers: "dict[str, WhyNotRule | ShardlibError]"
+    """By question; the error of one that cannot be answered."""
 
 
 def _reload(
@@ -171,15 +186,19 @@ def _reload(
 
 
 def _facts(
-    plans: "Plans",
-    verified: "Verification | None",
-    found: "FoundRules | None",
-    answers: "list[WhyNotRule]",
+    plans: "Plans", verified: "Verification | None", found: "_FoundReport | None"
 ) -> dict[str, Any]:
     facts = plans.to_dict()
     facts |= {"verified": verified.to_dict()} if verified else {}
     if found:
-        facts["found"] = found.to_dict() | {"why_not": [one.to_dict() for one in answers]}
+        answers = [
+            {"rule": asked, "error": str(answer)}
+            if isinstance(answer, ShardlibError)
+            else answer.to_dict()
+            for asked, answer in found.answers.items()
+        ]
+        more = {"why_not": answers, "comparison": found.comparison.to_dict()}
+        facts["found"] = found.rules.to_dict() | more
     return facts
 
 
@@ -189,11 +208,12 @@ def _show_plans(plans: "Plans", verified: "Verification | None") -> None:
         console().print(verified.table())
 
 
-def _show(found: "FoundRules", answers: "list[WhyNotRule]", plans: "Plans") -> None:
-    from shardlib.run.plans.finding import beside
-
-    console().print(found.render())
-    say("\n".join([*map(str, answers), beside(found, plans)]))
+def _show(found: _FoundReport) -> None:
+    console().print(found.rules.render())
+    for asked, answer in found.answers.items():
+        say(f"{asked}: {answer}" if isinstance(answer, ShardlibError) else str(answer))
+    say(str(found.comparison))
+    print(f"  {found.comparison.command}")  # Not folded: it is copied.
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
@@ -243,7 +263,22 @@ def _rules_asked(why_not: Sequence[str]) -> list[str]:
             f"--why-not {unclear[0]!r} names neither a mesh nor a rule.\n"
             "  Write a mesh as fsdp=8, or with --rules auto a rule as 'up: fsdp'."
         )
-    return [one for one in why_not if ":" in one]
+    asked = [one for one in why_not if ":" in one]
+    if not asked:
+        return []
+    from shardlib.mesh import STANDARD_AXES
+
+    for one in asked:
+        sizes = [_TYPED_WITH_COLON.fullmatch(part.strip()) for part in one.split(",")]
+        if all(size and size[1] in STANDARD_AXES for size in sizes):
+            mesh = ",".join(f"{size[1]}={size[2]}" for size in sizes if size)
+            raise ConfigError(
+                f"--why-not {one!r} is a mesh written like a rule.\n  Write the mesh as {mesh}."
+            )
+    return asked
+
+
+_TYPED_WITH_COLON = re.compile(r"(\w+)\s*[:=]\s*(\d+)")
 
 
 def _check_rules(on: str, config: str | None, rules: str | None, asked: list[str]) -> None:
@@ -274,10 +309,20 @@ def _check_rules(on: str, config: str | None, rules: str | None, asked: list[str
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _found(plans: "Plans", reload: "Callable[[list[str]], RunConfig]") -> "FoundRules":
+def _found(
+    plans: "Plans", reload: "Callable[[list[str]], RunConfig]", asked: list[str]
+) -> _FoundReport:
+    from shardlib.run.plans.comparing import found_or_plan
     from shardlib.run.plans.finding import rules_for_plan
 
-    return rules_for_plan(reload([]), plans, warn).priced()
+    rules = rules_for_plan(reload([]), plans, warn).priced()
+    answers: dict[str, WhyNotRule | ShardlibError] = {}
+    for one in asked:
+        try:
+            answers[one] = rules.why_not(one)
+        except ShardlibError as error:
+            answers[one] = error
+    return _FoundReport(rules, found_or_plan(rules, plans, reload, warn), answers)
 
 
 def _verified(

@@ -25,6 +25,7 @@ from shardlib.nn import remat
 from shardlib.plan.request import Question
 from shardlib.registry import ModelFamily, families
 from shardlib.rules import RulesConfig
+from shardlib.run.plans.comparing import FoundOrPlan
 from shardlib.run.plans.finding import find_for_run, rules_for_plan
 from shardlib.run.plans.planning import plan_run, policies_of
 from shardlib.run.reports.proving import prove
@@ -347,29 +348,116 @@ def test_a_mesh_is_found_for_devices_of_unknown_speed(config):
 
 
 @pytest.mark.mesh
-def test_a_plan_finds_rules_beside_its_own(config, tmp_path, capsys):
-    config()
-    sizes = f"model.name={HERE}:DEEP", "model.width=2048", "data.size=2048"
-    words = ["plan", str(tmp_path / "run.yaml"), "--on", "8xh100", *sizes, "model.remat=full"]
+def test_a_mesh_is_found_for_layers_that_too_few_microbatches_leave_without_stages(config):
+    words = f"model.name={HERE}:STACKED", "model.width=16", "mesh=auto"
+    assert "stage" not in resolve(config(*words), H100).config.mesh
 
-    def shows(*more):
+
+@pytest.fixture
+def planned(config, tmp_path, capsys):
+    """Returns a function that plans for 8xh100, and returns the exit code, output and errors."""
+
+    def of(*words, file=None):
+        config()
+        path = file or tmp_path / "run.yaml"
         with pytest.raises(SystemExit) as ended:
-            main([*words, "--rules", *more])
-        return ended.value.code
+            main(["plan", str(path), "--on", "8xh100", *words])
+        return ended.value.code, *capsys.readouterr()
 
-    assert shows("auto", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    return of
+
+
+DEEP_PLAN = f"model.name={HERE}:DEEP", "model.width=2048", "data.size=2048", "model.remat=full"
+
+
+@pytest.mark.mesh
+def test_a_plan_finds_rules_beside_its_own(planned):
+    code, out, _ = planned(*DEEP_PLAN, "--rules", "auto", "--json")
+    facts = json.loads(out)
     found, best = facts["found"], facts["plans"][0]
+    assert code == 0
     assert found["prices"][0]["seconds"] <= 1.02 * best["seconds"]
     assert from_dict(RulesConfig, found["rules"], "found").build().names.fingerprint
     assert found["gap"] <= 1e-3
-    assert shows("auto") == 0
-    out = " ".join(capsys.readouterr().out.split())
     assert found["remat"] == "none"
+    assert (found["comparison"]["quicker"], found["comparison"]["reason"]) == ("found", "")
+    assert found["comparison"]["plan_model"] == found["comparison"]["found_model"]
+    code, out, _ = planned(*DEEP_PLAN, "--rules", "auto")
     settings = f"mesh={found['mesh']} train.microbatches=1 model.remat=none rules=auto"
-    assert f"Train under found rules: {settings}" in out
-    assert shows("standard") == 2
-    assert "Write --rules auto to find rules" in capsys.readouterr().err
+    assert (code, out.splitlines()[-2:]) == (0, ["Train under found rules:", f"  {settings}"])
+    code, _, fault = planned(*DEEP_PLAN, "--rules", "standard")
+    assert (code, "Write --rules auto to find rules" in fault) == (2, True)
+
+
+@pytest.mark.mesh
+def test_a_question_without_an_answer_leaves_the_report(planned):
+    asked = "--why-not", "up: fsdp", "--why-not", "nope: fsdp"
+    small = "model.width=16", "--rules", "auto"
+    code, out, _ = planned(*small, *asked)
+    assert code == 2
+    assert "a step by the cost model" in out
+    assert "params.up: fsdp: " in out
+    assert "nope: fsdp: the rules have no axis 'nope'." in out
+    assert "rules=auto" in out.splitlines()[-1]
+    code, out, _ = planned(*small, *asked, "--json")
+    answered, not_answered = json.loads(out)["found"]["why_not"]
+    assert (code, answered["rule"]) == (2, "params.up: fsdp")
+    assert not_answered["rule"] == "nope: fsdp"
+    assert not_answered["error"].startswith("the rules have no axis 'nope'.")
+
+
+def test_a_mesh_that_is_written_like_a_rule_is_refused_at_once(planned):
+    for asked, mesh in (("fsdp:8", "fsdp=8"), ("fsdp: 4,tensor=2", "fsdp=4,tensor=2")):
+        code, out, fault = planned("--rules", "auto", "--why-not", asked)
+        assert (code, out) == (2, "")
+        assert f"Write the mesh as {mesh}." in fault
+
+
+NUMBERS = {
+    "found_mesh": "fsdp=8",
+    "plan_mesh": "data=8",
+    "found_seconds": 2e-3,
+    "plan_seconds": 1e-3,
+    "found_model": "the cost model of traced programs",
+    "plan_model": "the cost model of traced programs",
+    "plan_fits": True,
+    "reason": "",
+    "found_settings": ("mesh=fsdp=8", "rules=auto"),
+    "plan_settings": ("mesh=data=8", "rules={preset: zero1}"),
+}
+
+
+def test_a_plan_is_advised_where_one_cost_model_says_that_it_is_quicker():
+    quicker = FoundOrPlan(**NUMBERS)
+    assert str(quicker) == (
+        "found rules on fsdp=8: 2 ms a step; the first plan, data=8: 1 ms; both by the cost model "
+        "of traced programs.\nTrain under the first plan:"
+    )
+    assert quicker.command == "mesh=data=8 'rules={preset: zero1}'"
+    too_large = dataclasses.replace(quicker, plan_fits=False)
+    assert too_large.quicker == "found"
+    assert "data=8: 1 ms, and does not fit;" in str(too_large)
+    by_two = dataclasses.replace(quicker, plan_model="the planner's formulas", reason="why")
+    assert by_two.quicker is None
+    assert str(by_two).endswith("not comparable: why.\nSettings of the found rules:")
+    assert by_two.command == "mesh=fsdp=8 rules=auto"
+
+
+@pytest.mark.mesh
+def test_a_transformer_and_its_plan_are_priced_by_one_cost_model(planned, tmp_path):
+    """The formulas of the planner for a model of known dims do not count what small steps take."""
+    sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": 128}
+    data = {"path": "builtin:python", "tokenizer": "bytes", "sequence_length": 64}
+    train = {"global_batch": 16}
+    file = tmp_path / "transformer.yaml"
+    file.write_text(yaml.safe_dump({"model": sizes, "data": data, "train": train}))
+    code, out, told = planned("--rules", "auto", "--json", "--top", "1", file=file)
+    facts = json.loads(out)
+    comparison = facts["found"]["comparison"]
+    assert (code, comparison["reason"]) == (0, "")
+    assert comparison["plan_seconds"] > 2 * facts["plans"][0]["seconds"]
+    assert comparison["plan_seconds"] == pytest.approx(comparison["found_seconds"], rel=0.25)
+    assert f"pricing the first plan, {comparison['plan_mesh']}, by the cost model" in told
 
 
 @pytest.mark.mesh

@@ -156,17 +156,6 @@ def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRule
     return find_for_run(config, plans.cluster, notify, any_policy=any_policy)
 
 
-def beside(found: FoundRules, plans: Plans) -> str:
-    """Returns a line that compares found rules with the best plan."""
-    price, best, parts = found.prices[0], plans.best, found.microbatches
-    kept = "" if found.remat is None else f"model.remat={found.remat} "
-    return (
-        f"found rules on {found.mesh_text}: {duration(price.seconds)} a step; the first plan, "
-        f"{best.layout}: {duration(best.seconds)}. Train under found rules: "
-        f"mesh={found.mesh_text} train.microbatches={parts} {kept}rules=auto"
-    )
-
-
 def knows(devices: Devices) -> bool:
     """Returns whether the speed of devices is known."""
     return _known(devices) is not None
