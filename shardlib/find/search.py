@@ -48,9 +48,9 @@ PARAM_AXES = frozenset(("fsdp", "tensor"))
 SEARCHED = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 _BY_HAND = {"standard": STANDARD, "sequence": SEQUENCE}
 """Rules that are tried too for a model that has their names."""
-_ZERO1, _ZERO2 = "zero1", "zero2"
+_FSDP, _ZERO1, _ZERO2 = "fsdp alone", "zero1", "zero2"
 _BONUS = {
-    "found": SURE,
+    **dict.fromkeys(("found", _FSDP), SURE),
     **dict.fromkeys(("nested", "whole sequences"), SURE + 0.02),
     **dict.fromkeys((_ZERO1, _ZERO2), SURE - 0.02),
 }
@@ -59,7 +59,6 @@ behind a move of a weight's gradient into whole ones, which `nested` moves avoid
 more parts also leaves more memory."""
 _FAR = 1.3
 """Times the seconds of the best answer by the integer program beyond which none is lowered."""
-_FSDP = "fsdp alone"
 _ROWS = "rows over tensor"
 _IDLE = "without tensor"
 _STATE_AXES = ("fsdp", "data")
@@ -381,6 +380,10 @@ class Search:
         if layout.microbatches > 1 and problem.objective.gradients_apart:
             rules = dataclasses.replace(named.rules, gradients=named.rules.opt_state)
             named = dataclasses.replace(named, rules=rules)
+        if name == _FSDP and (names := named.rules.names):
+            # The partitioner lays the activations out, as under the preset.
+            names = dataclasses.replace(names, inputs=(), variants=())
+            named = dataclasses.replace(named, rules=dataclasses.replace(named.rules, names=names))
         price = self._price(f"{name}, {layout}", named.rules, layout, lowers)
         workload = self._workload(named.rules, lowers)
         sent = workload.traffic(layout) if lowers else None

@@ -1,6 +1,7 @@
 """The state of a training run, one pytree that is created directly on its shards."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -31,6 +32,8 @@ from shardlib.sharding.partition import (
 )
 from shardlib.train.guards import GuardsConfig, SpikeWindow, empty_window
 from shardlib.train.weights import place_weights
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,6 +234,7 @@ def materialize(
     definition = abstract.definition
     placements = [*definition.params.values(), *definition.model_state.values()]
     warn_of_unmatched(definition.scope.rules, placements, definition.module.name)
+    _warn_of_idle(definition.scope)
     leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
     given = {}
     if params is not None:
@@ -261,6 +265,18 @@ def materialize(
 # XLA of jax 0.12 for CPUs rounds wide vectors in another way than the rest of a row: the initial
 # numbers would depend on how rows are cut.
 _NARROW = {"xla_cpu_prefer_vector_width": 128}
+
+
+def _warn_of_idle(scope: Scope) -> None:
+    """Logs the mesh axes that found rules do not name, as on another mesh than they are for."""
+    if scope.rules.names is not None:
+        for axis, count in scope.rules.idle(scope.mesh).items():
+            _LOG.warning(
+                "the found rules name no mesh axis %r: its %d devices hold and compute the same. "
+                "Use the mesh that they were found for, or find rules for this one.",
+                axis,
+                count,
+            )
 
 
 def _key(seed: int) -> jax.Array:

@@ -2,9 +2,12 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import yaml
+from flax import nnx
 from unannotated_lm import LM, loss, shapes
 
 import shardlib as sl
@@ -115,3 +118,65 @@ def test_rules_are_compared_with_others(found):
     assert compared.prices[-1].name == "by hand"
     assert compared.prices[-1].seconds > found.prices[0].seconds
     assert "by hand" in str(compared)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(512, 2048, rngs=rngs)
+        self.down = nnx.Linear(2048, 512, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Pictures(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Conv(3, 64, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(64, 64, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = jax.nn.relu(self.second(jax.nn.relu(self.first(x))))
+        return self.out(x.mean((1, 2)))
+
+
+def squared(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def find_small(make, x=(64, 512), y=512, on="8xh100", **options):
+    batch = {"x": jax.ShapeDtypeStruct(x, jnp.float32), "y": jax.ShapeDtypeStruct((64, y), "f4")}
+    return sl.find_rules(make, loss=squared, batch=batch, optimizer=ADAM, on=on, **options)
+
+
+def test_the_preset_is_an_answer_where_it_is_quicker():
+    """With 64 rows a device sends less of them than of gradients, which takes longer."""
+    found = find_small(Mlp, mesh="fsdp=8")
+    preset = next(price for price in found.prices if price.name == "fsdp=8")
+    assert found.prices[0].name == "fsdp alone, fsdp=8"
+    assert found.prices[0].rank == pytest.approx(preset.rank)
+    rules = sl.rules.from_yaml(sl.rules.to_yaml(found.rules))
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((64, 512), jnp.float32))
+    with sl.use(found.mesh, rules):
+        step = sl.make_train_step(squared)
+        assert step.partition(sl.abstract_state(Mlp, ADAM), batch).by == "shardlib"
+
+
+def test_idle_devices_are_told_of(caplog):
+    found = find_small(Mlp, on="7xh100")
+    assert found.idle == {"tensor": 7}
+    assert found.to_dict()["idle"] == {"tensor": 7}
+    assert "no rule names tensor=7: these 7 devices compute the same" in str(found)
+    with sl.use(sl.make_mesh("data=8"), find_small(Mlp, mesh="fsdp=8").rules):
+        sl.init_state(Mlp, ADAM)
+    assert "name no mesh axis 'data': its 8 devices hold and compute the same" in caplog.text
+
+
+def test_a_mesh_axis_that_stays_idle_can_be_asked_about():
+    found = find_small(Pictures, (64, 32, 32, 3), 16, mesh="fsdp=4,tensor=2")
+    assert found.prices[0].name.startswith("without tensor")
+    assert found.why_not("second: tensor").slower_seconds is not None
+
+
+def test_auto_is_every_mesh():
+    assert find_small(Mlp, mesh="auto").sizes == find_small(Mlp).sizes

@@ -112,8 +112,6 @@ def find_for_run(
     on = "all meshes" if mesh is None else str(mesh)
     notify(f"finding rules for {on} of {cluster.name}")
     counted = config.train.microbatches
-    # Each stage needs a microbatch, and a mesh may have as many stages as devices.
-    is_enough = counted == AUTO or counted >= _count(cluster)  # type: ignore[operator]
     policies = _searched(config, spec) if any_policy or config.remat == AUTO else ()
     makes = {p: model_maker(config.with_remat(p), chosen, spec) for p in policies}
     return find_rules(
@@ -126,7 +124,7 @@ def find_for_run(
         precision=config.precision,
         wrt=trained(config),
         microbatches=None if counted == AUTO else counted,  # type: ignore[arg-type]
-        stages=schedule == "1f1b" and is_enough,
+        stages=schedule == "1f1b",
         notify=notify if mesh is None else lambda text: None,
     )
 
