@@ -64,10 +64,8 @@ def find_rules(
         batch: Arrays or `ShapeDtypeStruct`s of a whole step, rows first.
         optimizer: Any optax transformation.
         on: The cluster, such as `8xh100` or `v5p-128`.
-        mesh: Of `stage`, `data`, `fsdp`, `expert`, `context` and `tensor`; default, and with
-            `auto`: the best one.
-        rules: Rules for the parameters that they name, by path or metadata; no activations. They
-            leave out stages, optimizer state in more parts, and answers besides the best one.
+        mesh: Of `stage`, `data`, `fsdp`, `expert`, `context` and `tensor`; default: the best one.
+        rules: Of the parameters that they name, by path or metadata: then no stages are tried.
         inputs: Example arguments of the module; for linen.
         wrt: The trained variables, as for `init_state`; others have rules too.
         microbatches: Parts of a batch that run one after the other; default: the quickest that fit.
@@ -82,21 +80,17 @@ def find_rules(
         RuleError: If the given rules place parameters of one structure differently.
         DoesNotFitError: If no layout fits into the devices; it says how much is missing.
         PartitionError: If no answer was found in time.
-        ModelError: If a model cannot compute in the precision, or models differ in their state.
+        ModelError: If a loss or a model cannot be trained, or models differ in their state.
         DataError: If a leaf of the batch has no rows.
-        ConfigError: If a number is not positive, no `make` is given, or `forbidden` is not for this
-            model.
+        ConfigError: If a number is not positive, or an argument is of another kind.
     """
-    _check_numbers(microbatches, seconds=seconds, memory_bytes=memory_bytes)
-    if rules is not None:
-        check_rules(rules)
+    _check_arguments(rules, forbidden, microbatches, seconds=seconds, memory_bytes=memory_bytes)
     cluster = of_one_kind(on)
     capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
-    sizes = _sizes(mesh, cluster) if mesh and mesh != "auto" else None
+    sizes = None if mesh in (None, "", "auto") else _sizes(mesh, cluster)
     step = _Step(loss, batch, optimizer, rules, inputs, wrt, precision, cluster)
-    attention: AsOne = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
-    excluded = _excluded(forbidden)
-    request = _Request(step, attention, microbatches, capacity, excluded, stages)
+    how: AsOne = "rows" if sizes and sizes[CONTEXT] > 1 else "regions"
+    request = _Request(step, how, microbatches, capacity, tuple(forbidden), stages)
     return best_rules(request.programs(by_remat(make)), [sizes] if sizes else None, seconds, notify)
 
 
@@ -138,8 +132,21 @@ def _state_of(module: FunctionalModule) -> Iterator[tuple[str, bool, tuple[int, 
             yield path, is_trained, leaf.shape, leaf.dtype
 
 
-def _check_numbers(microbatches: int | None, **reals: float | None) -> None:
-    """Raises `ConfigError` for numbers that are not positive; names all of them."""
+def _check_arguments(
+    rules: AxisRules | None,
+    forbidden: Sequence[FoundRules],
+    microbatches: int | None,
+    **reals: float | None,
+) -> None:
+    """Raises for arguments of another type, and `ConfigError` for all numbers that are not
+    positive."""
+    if rules is not None:
+        check_rules(rules)
+    if isinstance(forbidden, FoundRules) or not all(isinstance(x, FoundRules) for x in forbidden):
+        raise ConfigError(
+            "forbidden is not a sequence of answers of find_rules.\n"
+            "  Give them in a list: forbidden=[found]."
+        )
     counted = microbatches is None or (isinstance(microbatches, int) and microbatches > 0)
     faults = [] if counted else [f"microbatches={microbatches!r} is not a positive int or None"]
     for name, value in reals.items():
@@ -147,15 +154,6 @@ def _check_numbers(microbatches: int | None, **reals: float | None) -> None:
             faults.append(f"{name}={value!r} is not a positive number")
     if faults:
         raise ConfigError(f"{'; '.join(faults)}.\n  Correct it, or leave it out.")
-
-
-def _excluded(forbidden: Sequence[FoundRules]) -> tuple[FoundRules, ...]:
-    if isinstance(forbidden, FoundRules) or not all(isinstance(x, FoundRules) for x in forbidden):
-        raise ConfigError(
-            "forbidden is not a sequence of answers of find_rules.\n"
-            "  Give them in a list: forbidden=[found]."
-        )
-    return tuple(forbidden)
 
 
 @dataclasses.dataclass(frozen=True)

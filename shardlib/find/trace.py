@@ -12,7 +12,7 @@ from shardlib.find.axes import Kind, Names, TracedAxes, params_table
 from shardlib.functional import AxesByPath, FunctionalModule, check_trained
 from shardlib.functional.precision import Precision
 from shardlib.jaxprs import CUSTOM_GRADIENTS, called, equations, holds
-from shardlib.losses.signature import called_by_position, refuse_inputs
+from shardlib.losses.signature import called_without_inputs
 from shardlib.nn.attention.as_one import attention_is_met, unshared_attention
 from shardlib.nn.staged import MetStack, stacks_met
 from shardlib.partitioner.layout import num_bytes
@@ -73,8 +73,7 @@ def trace_loss(
     precision: Precision,
 ) -> TracedLoss:
     """Traces the loss of a batch; allocates nothing. Other arguments are as in `find_rules`."""
-    loss = called_by_position(loss)
-    refuse_inputs(loss)
+    loss = called_without_inputs(loss)
     params, model_state = module.shapes()
     check_trained(module, params)
     _check(batch)

@@ -1,4 +1,4 @@
-"""What a loss function returns, as sums of its batch."""
+"""The result of a loss function, as sums over its batch."""
 
 from collections.abc import Mapping
 from typing import Any

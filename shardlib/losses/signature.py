@@ -74,14 +74,20 @@ def noting(model: str, batch: PyTree) -> Iterator[None]:
         raise
 
 
-def refuse_inputs(loss_fn: LossFn) -> None:
-    """Raises `ModelError` for a loss that takes more than a model, a batch and a key."""
-    if not _accepts(loss_fn, 3):
+def called_without_inputs(loss_fn: LossFn) -> LossFn:
+    """Returns a loss of a model, a batch and a key.
+
+    Raises:
+        ModelError: If `loss_fn` takes inputs as well, or cannot be called.
+    """
+    loss = called_by_position(loss_fn)
+    if not _accepts(loss, 3):
         raise ModelError(
             f"the loss function {_name(loss_fn)} takes inputs besides the model, the batch and the "
             "key, which are not known before a run.\n"
             "  Give a function of (model, batch, rng) that holds them."
         )
+    return loss
 
 
 def _name(loss_fn: Any) -> str:

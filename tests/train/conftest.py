@@ -1,5 +1,6 @@
 """A disk without room, and the programs compiled so far."""
 
+import contextlib
 import resource
 import signal
 
@@ -9,12 +10,20 @@ import pytest
 
 @pytest.fixture
 def small_files():
-    """Files may grow to a number of bytes, as on a disk with no more room: `limit(n)`."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    """`with small_files as limit: limit(n)` lets files grow to n bytes, as on a disk with no more
+    room. Its end comes before pytest reports a test, which may be into a file."""
+
+    @contextlib.contextmanager
+    def limited():
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limited()
 
 
 @pytest.fixture
