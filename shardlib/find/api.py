@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -147,10 +148,10 @@ def _check_arguments(
             "forbidden is not a sequence of answers of find_rules.\n"
             "  Give them in a list: forbidden=[found]."
         )
-    counted = microbatches is None or (isinstance(microbatches, int) and microbatches > 0)
+    counted = microbatches is None or (isinstance(microbatches, Integral) and microbatches > 0)
     faults = [] if counted else [f"microbatches={microbatches!r} is not a positive int or None"]
     for name, value in reals.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        if value is not None and not (isinstance(value, Real) and value > 0):
             faults.append(f"{name}={value!r} is not a positive number")
     if faults:
         raise ConfigError(f"{'; '.join(faults)}.\n  Correct it, or leave it out.")

@@ -172,7 +172,7 @@ class FoundRules(Report):
 
         - `cluster`, `mesh` (as text), `microbatches`, `remat` (None if `make` has only one), `late`
           (meshes for which nothing was found in time), `seconds` (of a step by the integer
-          program), `bound_seconds` (no choice is quicker), `gap`, `seconds_by_part`,
+          program), `bound_seconds` (none of its kind is quicker), `gap`, `seconds_by_part`,
           `memory_bytes` (of state and saved activations), `capacity_bytes`, and `idle`: the sizes
           of mesh axes that no rule names.
         - `rules`: the section `rules` of a config. `fingerprint`: that of the analysis, None if the
@@ -221,9 +221,10 @@ class FoundRules(Report):
         for axis, count in self.idle.items():
             yield f"no rule names {axis}={count}: these {count} devices compute the same"
         spent = solution.seconds_by_part
+        kind = "" if price.name.startswith("found,") else " for answers of this kind"
         yield (
             f"the integer program, a simpler model, counts {duration(self.seconds)}, within "
-            f"{solution.gap:.1%} of the least that it allows: "
+            f"{solution.gap:.1%} of the least that it allows{kind}: "
         ) + ", ".join(
             f"{duration(spent[part])} of {words}" for part, words in PARTS.items() if spent[part]
         )

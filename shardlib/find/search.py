@@ -283,7 +283,7 @@ class Search:
                 solution = other.solution(seconds)
                 if solution.seconds < _FAR * best.seconds:
                     answer = self._answer(name, other, solution, layout, lowers)
-                    if name not in (_ZERO1, _ZERO2) or answer.named.rules.opt_state is not None:
+                    if not self._is_needless(answer):
                         answers.append(answer)
 
         def rank(answer: _Answer) -> tuple[bool, float]:
@@ -308,15 +308,24 @@ class Search:
             tuple(prices),
             self.capacity_bytes,
             chosen.traffic,
-            # A mesh whose `tensor` stays idle can be asked about it too.
+            # These two leave out what can be asked about.
             Questions(
-                problem if chosen.name == _IDLE else chosen.problem,
+                problem if chosen.name in (_IDLE, _FSDP) else chosen.problem,
                 chosen.solution,
                 chosen.named.by_class,
                 seconds,
             ),
             functools.partial(self.compared, microbatches),
             self.remat,
+        )
+
+    def _is_needless(self, answer: "_Answer") -> bool:
+        """Returns whether an answer does not do what it is for, or was forbidden under another
+        name: the preset's answer leaves activations out of its rules."""
+        rules = answer.named.rules
+        is_apart = answer.name in (_ZERO1, _ZERO2)
+        return (is_apart and rules.opt_state is None) or any(
+            rules == other.rules for other in self.forbidden
         )
 
     def _first(

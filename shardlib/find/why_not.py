@@ -33,8 +33,9 @@ class WhyNotRule:
     reasons: tuple[str, ...]
     """Sentences without a full stop."""
     slower_seconds: float | None = None
-    """Of a step with this rule and the best others, by the integer program; None if it cannot be
-    or does not fit."""
+    """Of a step with this rule and the best others, by the integer program; negative where the cost
+    model of programs prefers an answer that it counts slower, None if it cannot be or does not
+    fit."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {'; '.join(self.reasons)}"
@@ -79,7 +80,7 @@ class Questions:
         if not without:
             return None
         try:
-            return self._slower(self.problem.solution(self.seconds, without=without))
+            return max(self._slower(self.problem.solution(self.seconds, without=without)), 0.0)
         except (DoesNotFitError, PartitionError):
             return None
 
@@ -102,7 +103,7 @@ class Questions:
         return f"{PARTS[part]} bind: {share:.0%} of a step"
 
     def _slower(self, other: Solution) -> float:
-        return max(float(other.seconds - self.solution.seconds), 0.0)
+        return float(other.seconds - self.solution.seconds)
 
     def _read(self, text: str) -> tuple[Kind, str, tuple[str, ...]]:
         before, colon, after = str(text).rpartition(":")
@@ -192,8 +193,14 @@ class Questions:
 
     def _differences(self, other: Solution) -> Iterator[str]:
         slower, base = self._slower(other), self.solution.seconds
-        if slower <= _GAP * base:
+        if abs(slower) <= _GAP * base:
             yield "as quick"
+            return
+        if slower < 0:
+            yield (
+                f"{duration(-slower)} quicker by the integer program, but the cost model of "
+                "programs prices its answers slower"
+            )
             return
         yield f"{duration(slower)} slower, {slower / base:.1%} of a step by the integer program"
         before, after = self.solution.seconds_by_part, other.seconds_by_part

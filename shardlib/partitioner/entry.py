@@ -119,9 +119,7 @@ def execute(
         return [lowering.shard(v, want) for v, want in zip(results, analyzed.outputs, strict=True)]
 
     leaves = [*traced.closed.consts, *jax.tree.leaves(arguments)]
-    if AxisType.Explicit in scope.mesh_here.axis_types:  # then shard_map moves nothing
-        placed = zip(leaves, program.inputs, strict=True)
-        leaves = [reshard(x, NamedSharding(scope.mesh_here, to.spec)) for x, to in placed]
+    leaves = _on_explicit_axes(leaves, program.inputs, scope)
     region = jax.shard_map(
         local,
         mesh=scope.mesh_here,
@@ -131,6 +129,25 @@ def execute(
         check_vma=False,
     )
     return jax.tree.unflatten(jax.tree.structure(traced.shape), region(*leaves))
+
+
+def _on_explicit_axes(
+    leaves: Sequence[Any], layouts: Sequence[ValueLayout], scope: Scope
+) -> list[Any]:
+    """Returns arrays in their layouts along explicit mesh axes, along which `shard_map` moves
+    nothing."""
+    mesh = scope.mesh_here
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        return [*leaves]
+
+    def spec(layout: ValueLayout) -> PartitionSpec:
+        dims = (tuple(axis for axis in axes if axis in explicit) for axes in layout.dims)
+        return PartitionSpec(*(axes or None for axes in dims))
+
+    pairs = zip(leaves, layouts, strict=True)
+    return [reshard(x, NamedSharding(mesh, spec(layout))) for x, layout in pairs]
 
 
 def partitioned(

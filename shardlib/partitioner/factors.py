@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from shardlib.jaxprs import Operation, array_of, flatten, is_literal
+from shardlib.jaxprs import Operation, array_of, context_of, flatten, is_literal
 from shardlib.partitioner.layout import Dims, Sizes, degree
 
 Dim = int | None
@@ -114,7 +114,8 @@ def bind(operation: Operation, values: Arrays, **changes: object) -> Arrays:
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = _retraced(params["update_jaxpr"], params["update_consts"])
     options = operation.primitive.get_bind_params(params)
-    results = operation.primitive.bind(*values, **options)
+    with context_of(operation.equation):
+        results = operation.primitive.bind(*values, **options)
     return results if operation.primitive.multiple_results else [results]
 
 

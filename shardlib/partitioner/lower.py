@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
-from shardlib.jaxprs import REMAT, Atom, Value, array_of, context_of, is_literal, scan_parts
+from shardlib.jaxprs import REMAT, Atom, Value, array_of, is_literal, scan_parts
 from shardlib.partitioner.factors import COLLECTIVES, Arrays, DevicePiece, bind, dims_of
 from shardlib.partitioner.layout import Sizes, ValueLayout, made, move, moved_bytes, whole
 from shardlib.partitioner.program import PartitionedProgram, Step
@@ -60,10 +60,7 @@ class Lowering:
             operation = step.operation
             stack = source_info_util.current_name_stack() + operation.names
             traceback = operation.equation.source_info.traceback
-            with (
-                source_info_util.user_context(traceback, name_stack=stack),
-                context_of(operation.equation),
-            ):
+            with source_info_util.user_context(traceback, name_stack=stack):
                 results = self._step(step, [read(v) for v in operation.invars])
                 if step.settled:
                     results = [
@@ -164,8 +161,7 @@ class Lowering:
                 self.shard(v, ValueLayout(dims_of(dims, cut)))
                 for v, dims in zip(ins, factors.operands, strict=True)
             ]
-            with context_of(step.operation.equation):  # that of the reader may be another
-                return factors.compute(step.operation, shards, DevicePiece(cut, self.sizes))[number]
+            return factors.compute(step.operation, shards, DevicePiece(cut, self.sizes))[number]
 
         return Shard(step.results[number], make=make)
 

@@ -7,7 +7,8 @@ from typing import Any
 from shardlib.config import configclass, from_dict
 from shardlib.config import from_yaml as data_of
 from shardlib.config import to_yaml as text_of
-from shardlib.errors import RuleError
+from shardlib.errors import MeshError, RuleError
+from shardlib.mesh import MeshConfig
 from shardlib.rules.analysis import ActivationNames
 from shardlib.rules.presets import preset
 from shardlib.rules.resolve import Alternative, Table
@@ -62,6 +63,11 @@ class RulesConfig:
             self.build()
         except RuleError as error:
             raise ValueError(str(error)) from None
+        if self.found_for:
+            try:
+                MeshConfig.parse(self.found_for)
+            except MeshError as error:
+                raise ValueError(f"found_for: {error}") from None
 
     def build(self) -> AxisRules:
         """Returns the rules; raises `RuleError` when they are malformed."""

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
@@ -231,7 +231,21 @@ class RunConfig:
     @property
     def found_for(self) -> str | None:
         """The mesh that the rules were found for; None for other rules."""
-        return self.rules.found_for if isinstance(self.rules, RulesConfig) else None
+        found = self.rules.found_for if isinstance(self.rules, RulesConfig) else None
+        return found or None
+
+    def with_open_rules(self) -> "RunConfig":
+        """Returns the config with `rules: auto` in place of rules that a search has found."""
+        return self if self.found_for is None else dataclasses.replace(self, rules=AUTO)
+
+    def with_kept_rules(self) -> "RunConfig":
+        """Returns the config with rules that a search has found as its own, and with their mesh if
+        its mesh is `auto`."""
+        if self.found_for is None:
+            return self
+        config = self.with_mesh(self.found_for) if self.mesh == AUTO else self
+        rules = dataclasses.replace(cast(RulesConfig, self.rules), found_for=None)
+        return dataclasses.replace(config, rules=rules)
 
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes, which a run that starts has resolved."""

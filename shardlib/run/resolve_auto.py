@@ -16,6 +16,7 @@ from shardlib.errors import MeshError
 from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import MeshConfig, abstract_mesh, describe, make_mesh, mesh_sizes
 from shardlib.registry import DataSpec
+from shardlib.rules.resolve import STAGE
 from shardlib.run.checks import idle_axes
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.plans.finding import with_found_rules
@@ -79,13 +80,19 @@ def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:
     if began is None:
         return config
     train, before = config.train, began.train
-    # A different batch may need more microbatches, or not divide into as many.
-    if train.microbatches == AUTO and train.global_batch == before.global_batch:
+    # A different batch may need more microbatches, or not divide into as many; so may more stages.
+    is_same = train.global_batch == before.global_batch
+    is_enough = before.microbatches == AUTO or before.num_microbatches >= _stages_of(config)
+    if train.microbatches == AUTO and is_same and is_enough:
         train = dataclasses.replace(train, microbatches=before.microbatches)
     if train.local_sgd and before.local_sgd and train.local_sgd.groups is None:
         local_sgd = dataclasses.replace(train.local_sgd, groups=before.local_sgd.groups)
         train = dataclasses.replace(train, local_sgd=local_sgd)
     return dataclasses.replace(config, train=train)
+
+
+def _stages_of(config: RunConfig) -> int:
+    return 1 if config.mesh == AUTO else MeshConfig.parse(config.mesh).sizes.get(STAGE, 1)
 
 
 def _with_mesh_and_rules(

@@ -19,7 +19,6 @@ from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.functional.precision import precision
 from shardlib.optim.ema import EmaState
 from shardlib.registry import PAIRS, TEXT, DataSpec
-from shardlib.rules import RulesConfig
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -185,10 +184,7 @@ def _check_tokenizer(tokenizer: Tokenizer | None, file: pathlib.Path, manifest: 
 def _resolved(config: RunConfig, mesh: str | None) -> tuple[ResolvedConfig, Scope]:
     """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
     devices = jax.devices()
-    if isinstance(config.rules, RulesConfig):
-        # New rules would only make a step of training quicker.
-        kept = dataclasses.replace(config.rules, found_for=None)
-        config = dataclasses.replace(config, rules=kept)
+    config = config.with_kept_rules()  # New ones would only make a step of training quicker.
     run = resolve(config if mesh is None else config.with_mesh(mesh), devices)
     try:
         return run, make_scope(run.config, devices)

@@ -210,9 +210,9 @@ def init_state(
             parameter, or weights are missing, unknown, or have another shape or dtype. The message
             lists all of them, and nothing is allocated.
     """
-    scope: Any = {"mesh": mesh, "rules": rules}
     options: Any = {"inputs": inputs, "wrt": wrt, "precision": precision, "guards": guards}
-    abstract = abstract_state(make, optimizer, **options, **scope)
+    abstract = abstract_state(make, optimizer, **options, mesh=mesh, rules=rules)
+    _warn_of_idle(abstract.definition.scope)
     if params is None and isinstance(make, nnx.Module):
         params = make
     return materialize(abstract, seed=seed, params=params, fresh=fresh)
@@ -234,7 +234,6 @@ def materialize(
     definition = abstract.definition
     placements = [*definition.params.values(), *definition.model_state.values()]
     warn_of_unmatched(definition.scope.rules, placements, definition.module.name)
-    _warn_of_idle(definition.scope)
     leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
     given = {}
     if params is not None:
@@ -273,7 +272,7 @@ def _warn_of_idle(scope: Scope) -> None:
         for axis, count in scope.rules.idle(scope.mesh).items():
             _LOG.warning(
                 "the found rules name no mesh axis %r: its %d devices hold and compute the same. "
-                "Use the mesh that they were found for, or find rules for this one.",
+                "Name a mesh without it, or find rules for this mesh.",
                 axis,
                 count,
             )

@@ -155,6 +155,11 @@ def test_the_preset_is_an_answer_where_it_is_quicker():
     preset = next(price for price in found.prices if price.name == "fsdp=8")
     assert found.prices[0].name == "fsdp alone, fsdp=8"
     assert found.prices[0].rank == pytest.approx(preset.rank)
+    assert found.why_not("up: null").slower_seconds > 0
+    assert found.priced().saved["params.up"] is not None
+    assert "for answers of this kind" in str(found)
+    other = find_small(Mlp, mesh="fsdp=8", forbidden=[found])
+    assert other.rules != found.rules
     rules = sl.rules.from_yaml(sl.rules.to_yaml(found.rules))
     batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((64, 512), jnp.float32))
     with sl.use(found.mesh, rules):
@@ -175,7 +180,9 @@ def test_idle_devices_are_told_of(caplog):
 def test_a_mesh_axis_that_stays_idle_can_be_asked_about():
     found = find_small(Pictures, (64, 32, 32, 3), 16, mesh="fsdp=4,tensor=2")
     assert found.prices[0].name.startswith("without tensor")
-    assert found.why_not("second: tensor").slower_seconds is not None
+    answer = found.why_not("second: tensor")
+    assert answer.slower_seconds < 0
+    assert "quicker by the integer program, but the cost model" in str(answer)
 
 
 def test_auto_is_every_mesh():

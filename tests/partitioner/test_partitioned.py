@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental.compute_on import compute_on
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardlib as sl
 from shardlib.errors import ModelError, PartitionError
@@ -245,8 +246,29 @@ def test_constraints_to_a_mesh_of_other_sizes_are_refused(mesh):
         jax.eval_shape(sl.partitioned(fn, (P(),)), jnp.zeros((8, 8)))
 
 
-def test_explicit_axes_place_what_lies_elsewhere():
-    mesh = sl.make_mesh("data=2,fsdp=2,tensor=2", axis_types="explicit")
+def test_a_compute_placement_is_that_of_the_operation_alone(mesh):
+    """The sum of `y` is not part of what runs on the host."""
+
+    def fn(x, w):
+        y = x @ w
+        with compute_on("device_host"):
+            z = jnp.sin(y)
+        return z * 2
+
+    specs = P(None, "tensor"), P("tensor")
+    with sl.use(mesh, sl.rules.STANDARD):
+        jitted = jax.jit(partitioned(fn, specs))
+        text = jitted.lower(numbers(8, 8), numbers(8, 8)).as_text()
+    placed = [line for line in text.splitlines() if "_xla_compute_type" in line]
+    assert "stablehlo.all_reduce" in text
+    assert ["sine" in line for line in placed] == [True]
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "mixed"])
+def test_explicit_axes_place_what_lies_elsewhere(axis_types):
+    mixed = (AxisType.Explicit, AxisType.Auto, AxisType.Auto)
+    kinds = mixed if axis_types == "mixed" else (AxisType.Explicit,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=kinds)
     x, w = numbers(8, 8), numbers(8, 16)
     with sl.use(mesh, sl.rules.STANDARD):
         fn = jax.jit(sl.partitioned(jnp.matmul, (P("data"), P("fsdp", "tensor"))))

@@ -30,6 +30,7 @@ from shardlib.run.plans.finding import find_for_run, rules_for_plan
 from shardlib.run.plans.planning import plan_run, policies_of
 from shardlib.run.reports.proving import prove
 from shardlib.run.resolve_auto import resolve
+from shardlib.run.restore_model import restore_model
 
 HERE = __name__
 H100 = parse_cluster("8xh100")
@@ -329,6 +330,51 @@ def test_rules_of_another_mesh_count_as_open(config, capsys):
     assert opened.choices["auto rules"].startswith("found for ")
     again = resolve(opened.recorded, H100, began=opened.recorded)
     assert again.config == opened.config
+
+
+def test_a_mesh_that_cannot_be_filled_is_told_with_other_faults(config):
+    found = resolve(config("mesh=fsdp=8", "model.width=16"), H100).recorded
+    warm = dataclasses.replace(found.optimizer, warmup_steps=10**6)
+    wrong = dataclasses.replace(found.with_mesh("fsdp=3,data=-1"), optimizer=warm)
+    with pytest.raises(ConfigError, match=r"2 faults[\s\S]*mesh[\s\S]*warmup_steps"):
+        run.explain(wrong, "8xh100")
+
+
+def test_more_stages_than_microbatches_are_counted_anew(config):
+    words = f"model.name={HERE}:STACKED", "model.width=16", "train.microbatches=auto"
+    began = resolve(config(*words, "mesh=fsdp=8"), H100).recorded
+    moved = resolve(config(*words, "mesh=stage=2,data=4"), H100, began=began)
+    assert began.train.microbatches == 1
+    assert moved.config.train.microbatches >= 2
+
+
+def test_a_table_names_the_mesh_that_it_was_found_for():
+    with pytest.raises(ConfigError, match=r"rules.*found_for: mesh 'foo' cannot be read"):
+        from_dict(RulesConfig, {"found_for": "foo"}, "rules")
+    assert from_dict(RulesConfig, {"found_for": ""}, "rules").found_for == ""
+
+
+def test_a_plan_chooses_rules_in_place_of_those_that_a_run_found(config):
+    began = resolve(config("mesh=fsdp=8", "model.width=2048"), H100).recorded
+    question = Question(on="8xh100")
+    plans = plan_run(began, question), plan_run(config("model.width=2048"), question)
+    assert plans[0].found.layouts == plans[1].found.layouts > 1
+    assert plans[0].best.layout == plans[1].best.layout
+
+
+def test_groups_of_one_mesh_leave_no_choice_of_a_mesh(config):
+    grouped = config("train.reduction.group_microbatches=[1,1]", "mesh=data=2,fsdp=4")
+    with pytest.raises(ConfigError, match="group_microbatches divide the batch"):
+        rules_for_plan(grouped, plan_run(config(), Question(on="8xh100")), lambda text: None)
+
+
+@pytest.mark.mesh
+def test_a_model_is_restored_on_the_mesh_that_was_found(config, tmp_path):
+    run.train(config("mesh=auto", "model.width=2048", "data.size=8"))
+    trained = load(run.RunConfig, tmp_path / "run/config.yaml")
+    restored = restore_model(str(tmp_path / "run"))
+    assert trained.mesh == "auto"
+    assert restored.parts.config.mesh == trained.found_for
 
 
 def test_rules_of_another_policy_count_as_open(config):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shardlib.checkpoint.consensus import Peers
 from shardlib.config import from_dict, to_dict
 from shardlib.data import batch_spec
-from shardlib.errors import ConfigError, RuleError, ShardlibError
+from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError
 from shardlib.find import FoundRules, find_rules
 from shardlib.hardware import CHIPS, Cluster, cluster_of
 from shardlib.humanize import duration
@@ -145,6 +145,17 @@ def rules_for_plan(config: RunConfig, plans: Plans, notify: Notify) -> FoundRule
         ShardlibError: The errors of `find_for_run`.
     """
     train = config.train
+    groups = {
+        "train.local_sgd.groups": train.local_sgd and train.local_sgd.groups,
+        "train.reduction.group_microbatches": train.reduction.group_microbatches,
+        "train.reduction.group_seconds": train.reduction.group_seconds,
+    }
+    if faults := [key for key, value in groups.items() if value is not None]:
+        raise ConfigError(
+            f"{' and '.join(faults)} divide the batch among groups of one mesh, and rules=auto "
+            "chooses the mesh of a plan.\n"
+            f"  Leave {' and '.join(faults)} out, or --rules."
+        )
     is_split = train.local_sgd is not None or train.reduction != ReductionConfig()
     is_whole = family(config.model.name).couples_rows
     counted = {} if is_split or is_whole else {"microbatches": AUTO}
@@ -194,7 +205,10 @@ def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunCo
     else:
         now = MeshConfig.parse(mesh)
         if -1 in now.sizes.values():
-            now = now.resolve(_count(devices))
+            try:
+                now = now.resolve(_count(devices))
+            except MeshError:  # It is reported with the other faults of the config.
+                return dataclasses.replace(config, rules=began.rules)
         same = _cutting(now) == _cutting(before)
     if config.remat == AUTO and config.train.global_batch == began.train.global_batch:
         config = config.with_remat(began.remat)

@@ -63,6 +63,7 @@ def plan_run(config: RunConfig, question: Question) -> Plans | MixedPlans:
         ModelError: If the model cannot be planned.
         ConfigError: If model and data do not fit each other.
     """
+    config = config.with_open_rules()
     name, workload = workload_of(config, question)
     if question.tokens is None:
         tokens = float(config.train.steps * workload.tokens)
