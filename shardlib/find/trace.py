@@ -106,8 +106,9 @@ def trace_loss(
     moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
     state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
     program = TracedAxes(closed, kinds, names, frozen)
-    if holds(closed.jaxpr, *CUSTOM_GRADIENTS) or _has_free_derivative(closed.jaxpr):
-        # A gradient of one's own may connect dims that the forward pass does not.
+    if holds(closed.jaxpr, *CUSTOM_GRADIENTS, "cond") or _has_free_derivative(closed.jaxpr):
+        # A gradient of one's own may connect dims that the forward pass does not, and branches
+        # keep what their gradients need in shared arrays.
         with naming(FSDP, met):
             gradient = jax.make_jaxpr(jax.grad(forward))(*arguments)
         program.connect_as(TracedAxes(gradient, kinds, fenced=True))

@@ -109,3 +109,30 @@ def test_dims_that_gradients_connect_are_one_axis(code):
     paths = {"encode/kernel": (None, "mlp"), "decode/kernel": ("mlp", None)}
     cut = sl.rules.STANDARD.override(paths=paths)
     sl.testing.assert_equivalent(make, loss, batch, MESH, rules=cut, optimizer=optimizer)
+
+
+class Branches(nnx.Module):
+    """Two branches of one inner width: JAX keeps what their gradients need in the same arrays."""
+
+    def __init__(self, rngs):
+        self.first, self.second = (
+            nnx.List([nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)])
+            for _ in range(2)
+        )
+
+    def __call__(self, x):
+        def through(layers):
+            return lambda x: layers[1](jnp.tanh(layers[0](x)))
+
+        return jax.lax.cond(x[0, 0] > 0, through(self.first), through(self.second), x)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["fsdp=8", MESH])
+def test_branches_with_weights_of_their_own(mesh):
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+    optimizer = optax.sgd(0.1)
+    options = {"loss": loss, "batch": batch, "optimizer": optimizer, "precision": "f32"}
+    found = sl.find_rules(Branches, mesh=mesh, on="v5e-8", **options)
+    rules = sl.rules.from_yaml(sl.rules.to_yaml(found.rules))
+    sl.testing.assert_equivalent(Branches, loss, batch, mesh, rules=rules, optimizer=optimizer)
