@@ -106,9 +106,7 @@ def trace_loss(
     moment_bytes = _bytes_of(jax.eval_shape(optimizer.init, params), params)
     state_bytes = _bytes_of(params, params) + GRADIENT_BYTES + moment_bytes
     program = TracedAxes(closed, kinds, names, frozen)
-    if holds(closed.jaxpr, *CUSTOM_GRADIENTS, "cond") or _has_free_derivative(closed.jaxpr):
-        # A gradient of one's own may connect dims that the forward pass does not, and branches
-        # keep what their gradients need in shared arrays.
+    if _has_other_gradients(closed.jaxpr):
         with naming(FSDP, met):
             gradient = jax.make_jaxpr(jax.grad(forward))(*arguments)
         program.connect_as(TracedAxes(gradient, kinds, fenced=True))
@@ -126,6 +124,12 @@ def trace_loss(
         tuple(stacks),
         tuple(updated),
     )
+
+
+def _has_other_gradients(jaxpr: Jaxpr) -> bool:
+    """Returns whether gradients may connect dims that the forward pass does not: those of one's
+    own, and those of branches, which keep what they need in shared arrays."""
+    return holds(jaxpr, *CUSTOM_GRADIENTS, "cond") or _has_free_derivative(jaxpr)
 
 
 def _has_free_derivative(jaxpr: Jaxpr) -> bool:
