@@ -127,8 +127,8 @@ def trace_loss(
 
 
 def _has_other_gradients(jaxpr: Jaxpr) -> bool:
-    """Returns whether gradients may connect dims that the forward pass does not: those of one's
-    own, and those of branches, which keep what they need in shared arrays."""
+    """Returns whether gradients may connect dims that the forward pass does not: custom gradients
+    do, and the residuals of branches share arrays."""
     return holds(jaxpr, *CUSTOM_GRADIENTS, "cond") or _has_free_derivative(jaxpr)
 
 
