@@ -432,7 +432,7 @@ class Engine:
         first text is asked for. Arguments and errors are as in `submit`.
 
         Raises:
-            ModelError: If there is no tokenizer; when it is read, if an error ends the answer.
+            ModelError: If there is no tokenizer. The stream raises it if an error ends the answer.
         """
         if self.tokenizer is None:
             raise ModelError("the model has no tokenizer.\n  Use generate, and read its ids.")

@@ -34,7 +34,7 @@ _HEADS_AT = {-2, -3}
 """The dims of heads, counted from the last, in kernels of attention in Flax: `[embed, heads,
 head_dim]`, and `[heads, head_dim, embed]` back."""
 _SIGNS = re.compile(r"[^\w-]")
-"""What may mean something else in a rule, and in the number of a variant."""
+"""Characters that are part of the syntax of rules and variants."""
 _MANY = 4
 """Parameters that read or write the residual stream, at least."""
 _WEIGHTS = ("kernel", "embedding", "weight", "w", "scale", "bias", "b")

@@ -526,7 +526,7 @@ class Search:
             param_axes=PARAM_AXES,
             batch_axes=batch,
             pinned_axes=pinned,
-            pinned_params=self._pinned_params(self.given, layout),
+            pinned_params=self._pinned_params(layout),
             experts=self._experts,
             microbatches=layout.microbatches,
             params_alone=layout.stage > 1,  # A pipeline uses the rules of parameters alone.
@@ -534,8 +534,11 @@ class Search:
             layers=self.stages.params,
         )
 
-    def _pinned_params(self, rules: AxisRules | None, layout: Layout) -> dict[int, Dims]:
-        return {} if rules is None else pinned_params(self.traced, self.classes, rules, layout)
+    def _pinned_params(self, layout: Layout) -> dict[int, Dims]:
+        """Returns the layouts of parameters that the given rules decide."""
+        if self.given is None:
+            return {}
+        return pinned_params(self.traced, self.classes, self.given, layout)
 
     def _kept_inputs(self, layout: Layout) -> float:
         """Returns the bytes of inputs of its layers that a stage keeps."""

@@ -33,8 +33,8 @@ class WhyNotRule:
     reasons: tuple[str, ...]
     """Sentences without a full stop."""
     slower_seconds: float | None = None
-    """Of a step with this rule and the best others, by the integer program; negative where the cost
-    model of programs prefers an answer that it counts slower, None if it cannot be or does not
+    """Of a step with this rule and the best others, by the integer program. It is negative if the
+    cost model of programs prefers a slower answer, and None if the rule is impossible or does not
     fit."""
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import yaml
@@ -161,10 +162,12 @@ def test_the_preset_is_an_answer_where_it_is_quicker():
     other = find_small(Mlp, mesh="fsdp=8", forbidden=[found])
     assert other.rules != found.rules
     rules = sl.rules.from_yaml(sl.rules.to_yaml(found.rules))
-    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((64, 512), jnp.float32))
+    x, y = np.random.default_rng(0).normal(size=(2, 64, 512)).astype(np.float32)
+    batch = {"x": x, "y": y}
     with sl.use(found.mesh, rules):
         step = sl.make_train_step(squared)
         assert step.partition(sl.abstract_state(Mlp, ADAM), batch).by == "shardlib"
+    sl.testing.assert_equivalent(Mlp, squared, batch, "fsdp=8", rules=rules, optimizer=ADAM)
 
 
 def test_idle_devices_are_told_of(caplog):

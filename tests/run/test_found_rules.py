@@ -296,8 +296,7 @@ def test_wrong_configs(config):
 
 
 def test_an_axis_that_found_rules_leave_idle_is_told(config, capsys):
-    """The search finds that a small model trains as quickly with the axis idle. It is no fault, but
-    one of rules that were written by hand."""
+    """The search leaves an axis idle for a small model. Hand-written rules may not."""
     warning = (
         "warning: the rules found for fsdp=4,tensor=2 leave the mesh axis 'tensor' idle: groups of "
         "2 devices hold and compute the same.\n"

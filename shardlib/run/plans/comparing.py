@@ -86,7 +86,7 @@ def found_or_plan(
     The cost model of the search prices both, if the plan sets nothing that it does not know.
     Otherwise each has the price of its own cost model. `load` returns the config with changes.
     """
-    config, own, other, reason = load([]).with_open_rules(), found.prices[0], None, _unknown(plans)
+    config, own, other, reason = load([]), found.prices[0], None, _unknown(plans)
     if not reason:
         try:
             own, other = _priced(found, plans, load, notify)
@@ -133,7 +133,7 @@ def _priced(
     """
     layout = plans.best.layout
     sizes = {axis: layout.size(axis) for axis in AXES}
-    config, planned = load([]), load(plans.overrides()).with_open_rules()
+    config, planned = load([]), load(plans.overrides())
     own, _ = found.compare("found", found.rules, found.sizes)
     alike = found
     if not _is_same_step(found, config, planned):
